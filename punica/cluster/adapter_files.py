@@ -15,9 +15,7 @@ from punica.adapters.read import WEIGHTS_FILE, AdapterVersion
 from punica.adapters.request import changed_error
 from punica.parallel import all_ranks_agree
 
-AdapterFiles = Mapping[str, bytes]
-"""Files of a PEFT folder, ``{name: content}``."""
-
+AdapterFiles = Mapping[str, bytes]  # of a PEFT folder, by name
 MOST_WEIGHTS_BYTES = 16 << 30
 """Largest weights file that is put into the object store; all of a file is read into memory."""
 
@@ -31,10 +29,10 @@ class StoredFiles:
 
 
 def read_adapter_files(adapter: LoRARequest) -> AdapterFiles:
-    """Read the files of an adapter's folder, after a check of both files' sizes.
+    """Read the files of an adapter's folder.
 
-    FileNotFoundError: no such folder, or a file is missing or not a regular one. ValueError: a file is too large, or
-    changed meanwhile, so that the files may be of two versions.
+    FileNotFoundError: no such folder, or a file is not a regular one. ValueError: one is too large, or changed
+    meanwhile, so that the files may be of two versions.
     """
     folder = resolve_adapter_path(adapter.absolute_path)
     limits = {CONFIG_FILE: MOST_CONFIG_BYTES, WEIGHTS_FILE: MOST_WEIGHTS_BYTES}
@@ -69,13 +67,9 @@ def digest_of(files: AdapterFiles) -> str:
 
 
 class AdapterFolderCache:
-    """LRU cache of adapter folders; an evicted folder is fetched again, under the same path.
+    """LRU cache of adapter folders; an evicted one is fetched again, under the same path.
 
     Eviction is safe while an adapter runs: an engine reads the folder once, when a request with the adapter joins.
-
-    Args:
-        fetch: returns the files of an adapter from `StoredFiles.content`.
-        capacity: most folders.
     """
 
     def __init__(self, fetch: Callable[[Any], AdapterFiles], capacity: int) -> None:
@@ -127,8 +121,8 @@ class LoadedVersions:
         self._versions = {**versions, **self._versions}
 
     def wanted(self, adapter: Any, begun: AdapterVersion | None) -> tuple[Any, AdapterVersion | None]:
-        """Return the adapter that a runner serves a request with, and its version: the one that the request has
-        ``begun`` with, else the latest; ``None`` where the runner is to load it.
+        """Return the adapter of a request for its runner, and the version: that it has ``begun`` with, else the latest,
+        ``None`` where the runner is to load it.
         """
         if not isinstance(adapter, LoRARequest):
             return adapter, None

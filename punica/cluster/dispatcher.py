@@ -2,9 +2,9 @@
 
     add -> policy: queue -> place -> begin(runner): StepCommand  ...  end(runner, StepReply): tokens, results
 
-Generated tokens are kept here, in a request's `RequestState`, so that a lost runner neither loses nor repeats one. A
-request that is evicted, or whose runner died, is queued again; another runner recomputes its prompt and generated
-tokens. Sampling depends on seed and token number only (`punica.engine.sampler`), so its further tokens stay the same.
+Generated tokens are kept here, in a request's `RequestState`: a lost runner neither loses nor repeats one. A request
+that is evicted, or whose runner died, is queued again, and another runner recomputes its tokens. Sampling depends on
+seed and token number alone, so its further tokens stay the same.
 """
 
 import itertools
@@ -30,9 +30,7 @@ _MOST_REMEMBERED = 1024  # entries of the cache of adapter ranks
 
 @dataclass(frozen=True)
 class EndedStep:
-    """Result of a runner's step. ``work`` as the scheduler counts it, ``tokens`` by request id, and the requests that
-    ``finished`` or ``failed``.
-    """
+    """Result of a runner's step: ``work`` as the scheduler counts it, ``tokens`` by request id, and ended requests."""
 
     work: StepWork
     tokens: dict[str, int]
@@ -42,8 +40,8 @@ class EndedStep:
 
 @dataclass(eq=False)
 class _TrackedRequest:
-    """Unfinished request. ``key`` is its name in policy and runners, unique even when a user reuses the id of an
-    aborted request that is still in a runner. ``version``: of its adapter's folder, once it has begun.
+    """Unfinished request. ``key``: its name in policy and runners, also unique when a user reuses the id of an aborted
+    request that is still in a runner. ``version``: of its adapter's folder, once it has begun.
     """
 
     key: str
@@ -55,9 +53,8 @@ class _TrackedRequest:
 
 @dataclass(eq=False)
 class _RunnerState:
-    """Requests in a runner, by key. ``drop``: those to leave with its next step. ``probed``: its next step is due even
-    without requests. ``starting``: the prefill of the step in flight, ``behind``: the next prefill, if that waits in
-    the runner too; ``work`` of that step.
+    """Requests in a runner, by key. ``drop``: those to leave with its next step. ``probed``: that is due even without
+    requests. ``starting``: the prefill of the step in flight. ``behind``: the next one, if it waits in the runner too.
     """
 
     inside: set[str] = field(default_factory=set)
@@ -79,7 +76,7 @@ class Dispatcher:
     Attributes:
         startable: runners with something to do and no step in flight.
         num_evicted: requests evicted from runners, so far.
-        recomputed: requests that joined a runner with tokens of another one, in order; its reader clears it.
+        recomputed: requests that joined a runner with tokens of another one; its reader clears it.
     """
 
     def __init__(
@@ -110,8 +107,8 @@ class Dispatcher:
     def add(self, request: Request) -> RequestState:
         """Queue a request; return its state, updated as tokens arrive. The runner that it joins checks its adapter.
 
-        Raises, before anything changes: TypeError (no Request), ValueError (its id is in use; tokens outside of the
-        vocabulary; longer than a runner's ``max_model_len`` or than its pages; an adapter where runners have no LoRA).
+        Raises, before anything changes: TypeError (no Request), ValueError (its id is in use, its tokens, or its
+        length; an adapter where runners have no LoRA).
         """
         self._check(request)
         key, state = f"{request.request_id}#{next(self._numbers)}", self._states.make(request)
@@ -190,8 +187,8 @@ class Dispatcher:
         """Return the next step of a runner, ``None`` if it has nothing to do.
 
         An engine that works ahead may have launched this step already; then a request joins the one after. Where the
-        prefill of this step came with an earlier order, the next prefill comes with this one. Without members the step
-        takes out aborted requests, whose pages are free with it, or answers :meth:`probe`.
+        prefill of this step came with an earlier order, the next prefill comes with this one. A step without members
+        takes out aborted requests, or answers :meth:`probe`.
         """
         self.startable.discard(uuid)
         runner = self._runners[uuid]
@@ -324,8 +321,8 @@ class Dispatcher:
             self.startable.discard(uuid)
 
     def _deferred(self, uuid: str, reply: StepReply) -> str | None:
-        """Return the starting request if it waits in the runner still and was not aborted. RuntimeError for a reply
-        that contradicts the order of prefills.
+        """Return the starting request if it still waits in the runner and was not aborted. RuntimeError: a reply that
+        contradicts the order of prefills.
         """
         runner = self._runners[uuid]
         _compare(uuid, "requests that may wait", {runner.starting, runner.behind} & reply.waiting, set(reply.waiting))

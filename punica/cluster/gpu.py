@@ -1,8 +1,7 @@
 """Scheduler's model of one GPU: its working set, and how many KV pages are in use.
 
-The blocks themselves belong to the runner; the scheduler only counts them. A decoding request grows by one token per
-step, so requests are counted by the step (modulo page size) at which they need their next page. A step then costs the
-same for 1 request and for 32.
+The blocks themselves belong to the runner. A decoding request grows by one token per step, so requests are counted by
+the step (modulo page size) at which they need their next page: a step costs the same for 1 request and for 32.
 """
 
 from collections import Counter
@@ -18,13 +17,11 @@ class ClusterRequest:
     """Sizes and place of one request; its tokens are unknown here.
 
     Attributes:
-        request_id: unique among the unfinished requests.
-        arrival: its number in the order of submission, kept when it is evicted.
-        num_tokens: tokens that its prefill computes: prompt plus what was generated when it was last queued.
+        arrival: number in the order of submission, kept at an eviction.
+        num_tokens: tokens of its prefill: prompt plus what was generated when it was last queued.
         final_tokens: most tokens that its KV cache ever holds.
         adapter_id, rank: of its adapter; 0 and 0 for the plain backbone.
-        gpu: where it is placed, ``None`` while queued.
-        first_step: the step of that GPU in which it was prefilled, ``None`` before.
+        gpu: ``None`` while queued. ``first_step``: of that GPU, in which it was prefilled.
         quarantined: it is served alone, see `quarantine.py`.
     """
 
@@ -74,19 +71,14 @@ class StepWork:
 
 @dataclass(eq=False)
 class Gpu:
-    """Working set of one GPU (or one tensor-parallel group).
-
-    Args:
-        uuid: its name; the highest wins ties.
-        max_batch_size: most requests in the working set.
-        num_pages, page_size: KV pages, and tokens in a page.
+    """Working set of one GPU (or one tensor-parallel group), at most ``max_batch_size`` requests.
 
     Attributes:
+        uuid: its name; the highest wins ties. ``num_pages`` of ``page_size`` tokens: its KV cache.
         members: the working set by request id, in order of placement. ``pending``: those that wait for their prefill.
         step: steps begun so far. ``in_flight``: the last of them has not ended.
         used_pages: held by the members, never more than ``num_pages``.
-        requests_of: members per adapter id, without the plain backbone.
-        rank_sum: sum of the ranks of the different adapters of the members.
+        requests_of: members per adapter id, without the plain backbone. ``rank_sum``: of their different adapters.
         reserved: it admits only quarantined requests.
         residency: of adapters, in a simulation that has it (``use``, ``release``).
         catch_up: called before free pages are read, where steps are not reported one by one.
@@ -145,7 +137,7 @@ class Gpu:
 
     def has_room(self, request: ClusterRequest) -> bool:
         """Check for room in the batch, pages for the request's tokens, and one spare page per request of a shared
-        batch. Without the spare pages it would be evicted right away (the same rule as a single engine's).
+        batch, as a single engine does; else it would be evicted right away.
         """
         if self.reserved or len(self.members) >= self.max_batch_size or request.final_tokens > self.capacity:
             return False
@@ -228,8 +220,6 @@ class Gpu:
         self.pending = {request.request_id: request, **self.pending}
 
     def _count(self, request: ClusterRequest, first_step: int, by: int) -> None:
-        """Add (or remove, ``by=-1``) a decoding request in the counts of KV tokens and page growth. It holds
-        ``num_tokens + step - first_step`` tokens, and needs a page when that is 1 more than full pages.
-        """
+        """Add (or remove, ``by=-1``) a decoding request of ``num_tokens + step - first_step`` tokens in the counts."""
         self._offsets += by * (request.num_tokens - first_step)
         self._growing_at[(first_step - request.num_tokens + 1) % self.page_size] += by

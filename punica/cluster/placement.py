@@ -14,9 +14,7 @@ from punica.registry import Registry
 
 
 class OpenGpus:
-    """GPUs whose batch has room, in ascending ``order``, a key that ends with the UUID and changes with the members
-    only; without one in any order.
-    """
+    """GPUs whose batch has room, in ascending ``order``, a key of the members that ends with the UUID; else in any."""
 
     def __init__(self, order: Callable[[Gpu], tuple] | None = None) -> None:
         self._order = order
@@ -63,7 +61,7 @@ class LargestWorkingSet:
 
     Attributes:
         prefills_per_step: most prompts in one step of a GPU, ``None`` for all that are pending.
-        spare_pages: the rule may evict as soon as some member has no free page, and not only for the next step's.
+        spare_pages: the rule may evict as soon as some member has no free page.
     """
 
     prefills_per_step: int | None = 1
@@ -79,15 +77,12 @@ class LargestWorkingSet:
         return len(gpu.members), gpu.uuid
 
     def candidates(self, gpus: OpenGpus) -> Iterator[Gpu]:
-        """Yield GPUs in the order of preference: the first with room is chosen, without a scan of all. A rule that
-        defines no ``candidates`` of its own is asked to `choose`.
-        """
+        """Yield GPUs in order of preference, for the first with room. A subclass without it is asked to `choose`."""
         return reversed(gpus)
 
     def must_evict(self, gpu: Gpu) -> bool:
-        """Return True when a member has to leave before the next step: at least when the pages do not suffice. While
-        they do, with ``spare_pages`` while there is a free page for each member, the answer changes with the members
-        alone.
+        """Return True when a member has to leave before the next step. While pages suffice (with ``spare_pages``, one
+        for each member), the answer changes with the members alone.
         """
         return gpu.pages_to_grow() > gpu.free_pages
 

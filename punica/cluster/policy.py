@@ -1,8 +1,7 @@
-"""Cluster scheduling policy (section 5.1 of the paper) without clock, network or torch.
+"""Cluster scheduling policy (section 5.1 of the paper) without clock, network or torch, for actors and simulation.
 
-The same object decides in a simulation, for actors on a cluster and in tests. Its owner reports events (``submit``,
-``end_step``, ``finish``, ``cancel``, ``remove_gpu``) and asks for decisions (``place``, ``begin_step``,
-``scale_signal``).
+Its owner reports events (``submit``, ``end_step``, ``finish``, ``cancel``, ``remove_gpu``) and asks for decisions
+(``place``, ``begin_step``, ``scale_signal``).
 
 >>> policy = ClusterPolicy(max_batch_size=2)
 >>> policy.add_gpu("gpu-a", num_pages=8), policy.add_gpu("gpu-b", num_pages=8)
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 
 from punica.checks import check_count, clip
 from punica.cluster.gpu import ClusterRequest, Gpu, PlacedRequest
-from punica.cluster.placement import SCHEDULING_RULES, LargestWorkingSet, OpenGpus
+from punica.cluster.placement import SCHEDULING_RULES, OpenGpus
 from punica.cluster.quarantine import Quarantine
 
 PAGE_SIZE = 16
@@ -31,8 +30,8 @@ MAX_BATCH = 32
 
 @dataclass(frozen=True)
 class ClusterStep:
-    """Next step of one GPU: requests that compute their whole prompt (and the tokens generated before an eviction),
-    those that compute one token each, and those that went back to the queue, in this order.
+    """Next step of one GPU: requests that compute their prompt (and what was generated before an eviction), the number
+    of those that compute one token, and requests that went back to the queue.
     """
 
     prefills: tuple[str, ...]
@@ -57,14 +56,12 @@ class ClusterPolicy:
     """Queue of a cluster, and the working set of every GPU.
 
     Args:
-        rule: name in `SCHEDULING_RULES`; the default is the paper's.
-        max_batch_size: most requests on a GPU (the paper's 32).
-        page_size: tokens in a KV page.
+        rule: name in `SCHEDULING_RULES`.
+        max_batch_size: most requests on a GPU. ``page_size``: tokens in a KV page.
         light_load: a GPU with fewer requests, and room for one more of their mean size, is lightly loaded. The paper
             gives no number; half a batch by default.
 
-    The queue is first come first served; an evicted request returns to its place in the order of submission. After
-    every call a request is in the queue, on one GPU, or gone.
+    First come first served; an evicted request returns to its place in the order of submission.
     """
 
     def __init__(
@@ -72,8 +69,6 @@ class ClusterPolicy:
         light_load: int | None = None,
     ) -> None:  # fmt: skip
         self.rule = SCHEDULING_RULES.get(rule)()
-        if not isinstance(self.rule, LargestWorkingSet):
-            raise TypeError(f"rule {rule!r} must be a subclass of punica.cluster.placement.LargestWorkingSet")
         is_ordered = "candidates" in vars(type(self.rule))  # a subclass may choose otherwise
         self._ordered = self.rule if is_ordered else None
         self.max_batch_size = check_count("max_batch_size", max_batch_size)
@@ -109,9 +104,7 @@ class ClusterPolicy:
         self._most_tokens = max(self._most_tokens, gpu.capacity)
 
     def remove_gpu(self, uuid: str) -> tuple[str, ...]:
-        """Remove a GPU; its requests return to the queue with the tokens of the steps that ended, oldest first. Returns
-        their ids. ValueError for an unknown GPU.
-        """
+        """Remove a GPU; return the ids of its requests, which are queued again with the tokens of ended steps."""
         gpu = self._gpu(uuid)
         members = sorted(gpu.members.values(), key=lambda request: request.arrival)
         for request in members:
@@ -125,8 +118,8 @@ class ClusterPolicy:
         return tuple(request.request_id for request in members)
 
     def submit(self, request_id: str, num_tokens: int, final_tokens: int, adapter_id: int = 0, rank: int = 0) -> None:
-        """Append a request to the queue. ``num_tokens``: its prompt. ``final_tokens``: most tokens of its KV cache.
-        ValueError for a name that is in use, and when no GPU of the cluster could hold it alone.
+        """Queue a request of a prompt of ``num_tokens``, whose KV cache grows to ``final_tokens``. ValueError: a name
+        in use, or too large for every GPU.
         """
         if request_id in self.requests:
             raise ValueError(f"request {clip(request_id)} is not finished; request ids are unique among these")
@@ -143,8 +136,8 @@ class ClusterPolicy:
         heapq.heappush(self._queue, (request.arrival, request))
 
     def place(self) -> list[PlacedRequest]:
-        """Place requests in queue order until the head finds no room; before them, quarantined ones. A head without
-        room is tried again only on GPUs that gained some: else every step of a full cluster would scan all.
+        """Place quarantined requests, then others in queue order until the head finds no room. That is tried again only
+        on GPUs that gained some: else every step of a full cluster would scan all.
         """
         placed, freed = self._quarantine.place(self.gpus.values())
         if freed is not None:
@@ -176,8 +169,8 @@ class ClusterPolicy:
         return [] if first is None else [first]
 
     def begin_step(self, uuid: str, most_joins: int | None = None) -> ClusterStep:
-        """Begin a GPU's next step, in flight until `end_step`; RuntimeError when one is in flight already. Requests are
-        evicted until the others can grow. ``most_joins`` bounds the prefills.
+        """Begin a GPU's next step, after evictions until the others can grow. ``most_joins`` bounds the prefills.
+        RuntimeError: a step is in flight already.
         """
         gpu = self._gpu(uuid)
         if gpu.in_flight:
@@ -194,8 +187,8 @@ class ClusterPolicy:
         return step
 
     def end_step(self, uuid: str, deferred: str | None = None) -> None:
-        """End the step in flight: each of its requests has one more token. RuntimeError when no step is in flight.
-        ``deferred``: the one of its prefills that the GPU did not run; it is first in the next step.
+        """End the step in flight: each of its requests has one more token. ``deferred``: the prefill that the GPU did
+        not run; it is first in the next step. RuntimeError: no step is in flight.
         """
         gpu = self._gpu(uuid)
         if not gpu.in_flight:
@@ -231,14 +224,11 @@ class ClusterPolicy:
         """Advise on scaling (section 5.1), after `place`: add a GPU when none is lightly loaded, release idle ones, but
         not one that would be wanted again at once, and none while requests are queued.
         """
-        blocked = self._head_is_blocked()
+        blocked = bool(self._queue) and not any(gpu.has_room(self._queue[0][1]) for gpu in self._open)
         idle = [uuid for uuid, gpu in sorted(self.gpus.items()) if not gpu.members]
         lightly = any(gpu.members and self._is_lightly_loaded(gpu) for gpu in self.gpus.values())
         add = blocked or not (idle or lightly)
         return ScaleSignal(add, () if self._queue else tuple(idle if lightly else idle[:-1]))
-
-    def _head_is_blocked(self) -> bool:
-        return bool(self._queue) and not any(gpu.has_room(self._queue[0][1]) for gpu in self._open)
 
     def _is_lightly_loaded(self, gpu: Gpu) -> bool:
         """Check for few requests, pages for one more of their mean size, and a spare page per request."""

@@ -25,11 +25,7 @@ PROBATION_TOKENS = 8
 
 @dataclass(eq=False)
 class CrashRecord:
-    """Runner crashes that one request took part in.
-
-    Attributes:
-        quarantined: the request is to be served alone. ``solo_crashes``: crashes of runners with only this request.
-    """
+    """Runner crashes that one request took part in; ``solo_crashes``: of runners with only this request."""
 
     quarantined: bool = False
     solo_crashes: int = 0
@@ -60,12 +56,7 @@ class CrashRecord:
 
 
 class Quarantine:
-    """Quarantined requests of a cluster.
-
-    Attributes:
-        queue: those without a GPU, by arrival.
-        gpu: the reserved one; ``None`` while no request is quarantined.
-    """
+    """Quarantined requests of a cluster: ``queue`` of those without a GPU, by arrival, and the reserved ``gpu``."""
 
     def __init__(self) -> None:
         self.queue: list[ClusterRequest] = []

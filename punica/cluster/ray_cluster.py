@@ -3,11 +3,9 @@
     with RayCluster(partial(Engine.from_pretrained, folder, max_batch_size=32, max_loras=32), num_runners=4) as cluster:
         results = cluster.generate(prompts, adapters, 64)
 
-Every runner takes one step after the other, each on the scheduler's order, and its tokens come back with the step:
-
     step():   wait for a runner -> Dispatcher.end -> ClusterPolicy.place -> Dispatcher.begin -> the runner's next step
 
-The order for the next step costs one round trip, in which only that runner waits.
+Every step of a runner is ordered, and its tokens come back with it: one round trip, in which only that runner waits.
 """
 
 import itertools
@@ -63,19 +61,20 @@ class RayCluster(Generation):
 
     Args:
         build: makes a runner's engine, in the runner's process (or in each of its ranks); it travels by pickle. For a
-            checkpoint folder ``partial(Engine.from_pretrained, folder, ..., max_loras=max_batch_size)``, for a random
-            backbone ``partial(punica.cluster.runner.random_engine, ...)``.
+            random backbone ``partial(punica.cluster.runner.random_engine, ...)``.
         num_runners: initial count, named ``runner-0000`` and so on: the UUIDs that settle ties.
-        tp_size: ranks of each runner, one actor each in a placement group. ``resources``: of each rank.
+        tp_size: ranks of each runner. ``resources``: of each rank.
         rule: name of a scheduling rule, see `punica.cluster.SCHEDULING_RULES`.
         address: of a Ray cluster (``"auto"``, ``"host:6379"``); ``None``: the one that this process has joined, else a
             new one on this machine, which ends with this object.
         timeouts: of runners; one whose step takes longer is killed and counts as dead.
 
+    Attributes:
+        runners: actors by name. ``description``: sizes of each runner.
+
     Not thread-safe; work proceeds only in :meth:`step`. Use it in a ``with`` block, or call :meth:`close`. Requests get
-    the tokens of a single engine on whichever runners serve them; those without a seed get one from the engines' seed
-    and their number. Raises the errors of `connect` and ``build``, ValueError for runners of different kinds,
-    RuntimeError where one finds no place or cannot be started.
+    the tokens of a single engine on whichever runners serve them. Raises the errors of `connect` and ``build``,
+    ValueError for runners of different kinds, RuntimeError where one finds no place or cannot be started.
     """
 
     def __init__(
@@ -145,16 +144,15 @@ class RayCluster(Generation):
 
     def put_adapter(self, adapter: LoRARequest, files: StoredFiles | None = None) -> None:
         """Serve an adapter from Ray's object store, for runners on machines that do not see its folder. Its files are
-        read here, once, unless ``files`` come from `ray_runners.store_adapter`, which any thread may call. Each runner
-        fetches them when it first needs them. Errors of `read_adapter_files`; ValueError: another adapter has its id.
+        read here, once, unless ``files`` come from `ray_runners.store_adapter`, which any thread may call. Errors of
+        `read_adapter_files`; ValueError: another adapter has its id.
         """
         self._files_of(adapter)
         self._stored[adapter.lora_int_id] = adapter, files or ray_runners.store_adapter(adapter)
 
     def drop_adapter(self, adapter: LoRARequest) -> None:
-        """Serve an adapter from its folder again, and free its id. Its files are freed here now, in the object store
-        with the last request that waits for it, in the runners by eviction. ValueError: it was not put, or another
-        adapter has its id.
+        """Serve an adapter from its folder again, and free its files: in the object store with the last request that
+        waits for it, in runners by eviction. ValueError: it was not put, or another adapter has its id.
         """
         if self._files_of(adapter) is None:
             raise ValueError(
@@ -164,8 +162,8 @@ class RayCluster(Generation):
         del self._stored[adapter.lora_int_id]
 
     def step(self, timeout_s: float | None = None) -> ClusterOutput:
-        """Wait for the end of a runner's step (at most ``timeout_s`` seconds), apply it, and order the next steps.
-        Empty when no step is under way. RuntimeError when requests wait and no runner can serve them.
+        """Wait for the end of a runner's step (at most ``timeout_s`` seconds), apply it, and order the next ones. Empty
+        when no step is under way. RuntimeError: requests wait and no runner can serve them.
         """
         joined: list[str] = []
         ended: list[tuple[RunnerStep, EndedStep]] = []
@@ -226,10 +224,7 @@ class RayCluster(Generation):
 
     def order_check(self, adapter: LoRARequest, tried: Collection[str] = ()) -> tuple[str, Callable[[], None]]:
         """Have a runner that is not among ``tried`` read and check an adapter; return its name and a function for any
-        thread, which waits for the result.
-
-        The function raises FileNotFoundError, TypeError, ValueError for an adapter that does not fit, `Lost` where the
-        runner dies, RuntimeError where it does not reply in time. RuntimeError: no such runner is ready.
+        thread, which waits for the result as that of `RunnerProcesses.order_check`. RuntimeError: no runner is ready.
         """
         files, gpus = self._files_of(adapter), self._dispatcher.policy.gpus.values()
         ready = [(gpu.in_flight, gpu.uuid) for gpu in gpus if gpu.uuid not in tried]

@@ -1,8 +1,7 @@
 """Runners as Ray actors: start, step, kill. The only file that imports Ray.
 
-A runner is ``tp_size`` actors, one per tensor-parallel rank, in one placement group: they start together or not at all,
-on one machine where possible. All ranks get every `StepCommand`; rank 0 replies. If one rank dies the runner is dead,
-and its replacement takes over the placement group.
+A runner is ``tp_size`` actors, one per tensor-parallel rank, in one placement group. All ranks get every `StepCommand`;
+rank 0 replies. If one rank dies the runner is dead, and its replacement takes over the placement group.
 """
 
 import logging
@@ -46,9 +45,8 @@ def connect(address: str | None, num_cpus: float, num_gpus: float) -> bool:
     """Join or start a Ray cluster for runners that need ``num_cpus`` and ``num_gpus`` in all; False if it was joined
     before.
 
-    ``address=None``: the cluster that this process has joined, else a new one on this machine with at least
-    ``num_cpus`` logical CPUs. ValueError for an address where another cluster was joined, and for a cluster whose total
-    is too small. RuntimeError where Ray does not come up, or does not answer at the address.
+    ``address=None``: the cluster that this process has joined, else a new one here. ValueError: an address where
+    another cluster was joined, or a cluster that is too small. RuntimeError: Ray does not come up, or does not answer.
     """
     ray = import_ray()
     joins = not ray.is_initialized()
@@ -95,7 +93,7 @@ def _not_up(address: str | None, error: Exception) -> str:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Location of a rank's actor: its machine, an address for the rendezvous, and the GPUs that Ray gave it."""
+    """Location of a rank's actor: machine, address of the rendezvous, and the GPUs that Ray gave it."""
 
     node: str
     host: str
@@ -124,7 +122,6 @@ class RankActor:
         self._group = ExitStack()
 
     def place(self) -> RankPlace:
-        """Return its location."""
         ray = import_ray()
         context = ray.get_runtime_context()
         with socket.socket() as probe:
@@ -134,7 +131,6 @@ class RankActor:
         return RankPlace(context.get_node_id(), ray.util.get_node_ip_address(), port, gpus)
 
     def start(self, build: Callable[[], Engine], rank: int, num_threads: int, *places: RankPlace) -> RunnerDescription:
-        """Initialise the tensor-parallel group and build the engine."""
         torch.set_num_threads(num_threads)
         self._rank = rank
         if len(places) > 1:
@@ -146,7 +142,6 @@ class RankActor:
         return self._runner.describe()
 
     def step(self, command: StepCommand) -> StepReply | None:
-        """Run a step; return the reply on rank 0, ``None`` on the others."""
         reply = self._runner.step(command)
         return reply if self._rank == 0 else None
 
@@ -162,7 +157,7 @@ class RankActor:
 @dataclass(frozen=True)
 class RankResources:
     """Resources of each rank of a runner: what Ray reserves, and threads of torch. Ray hides no GPU from ranks that
-    reserve none: their engines' factory must name its device.
+    reserve none: their factory must name its device.
     """
 
     num_cpus: float = 1
@@ -177,10 +172,8 @@ class RankResources:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Longest waits for a runner, in seconds: ``place_s`` for its resources, ``step_s`` for the end of a step.
-
-    ``step_s`` also covers what a runner's first steps compile. A start after its reservation has no limit: checkpoints
-    take minutes to load. TypeError, ValueError: not a positive number.
+    """Longest waits for a runner, in seconds: ``place_s`` for its resources, ``step_s`` for the end of a step, with
+    what first steps compile. A start after its reservation has no limit. TypeError, ValueError: not above 0.
     """
 
     place_s: float = 60.0
@@ -194,15 +187,7 @@ class Timeouts:
 
 @dataclass(eq=False)
 class RunnerProcesses:
-    """Actors of one runner.
-
-    Args:
-        build: makes the engine, in every rank.
-        tp_size: ranks. ``resources``: of each.
-
-    Attributes:
-        actors: handles, in rank order; empty before `start`.
-    """
+    """Actors of one runner, in rank order; ``build`` makes the engine in each of its ``tp_size`` ranks."""
 
     build: Callable[[], Engine]
     tp_size: int
@@ -242,7 +227,7 @@ class RunnerProcesses:
         return bool(wait_for([self._place], 0))
 
     def no_place(self, waited_s: float) -> str:
-        """Describe a missing reservation: wanted, free and total resources."""
+        """Describe a missing reservation."""
         ray = import_ray()
         free, total, wanted = ray.available_resources(), ray.cluster_resources(), []
         for name, each in (("CPU", self.resources.num_cpus), ("GPU", self.resources.num_gpus)):
@@ -255,14 +240,12 @@ class RunnerProcesses:
         )
 
     def step(self, command: StepCommand) -> list[Any]:
-        """Order a step of all ranks; return a future reply of each, ``None`` but for rank 0."""
+        """Order a step of all ranks; return a future of each, with rank 0's reply."""
         return [actor.step.remote(command) for actor in self.actors]
 
     def order_check(self, adapter: LoRARequest, files: StoredFiles | None) -> Callable[[], None]:
-        """Order all ranks to check an adapter; return a function for any thread, which waits for them.
-
-        It raises rank 0's error for an adapter that does not fit, `Lost`, and RuntimeError where a rank has not replied
-        `CHECK_TIMEOUT_S` after the order.
+        """Order all ranks to check an adapter; return a function for any thread, which waits for them. It raises rank
+        0's error, `Lost`, or RuntimeError where a rank has not replied within `CHECK_TIMEOUT_S`.
         """
         futures = [actor.check_adapter.remote(adapter, files) for actor in self.actors]
         deadline = time.monotonic() + CHECK_TIMEOUT_S
@@ -319,7 +302,6 @@ def wait_for(futures: Sequence[Any], timeout_s: float | None) -> list[Any]:
 
 
 def store(content: Any) -> Any:
-    """Put ``content`` into Ray's object store; return its reference."""
     return import_ray().put(content)
 
 

@@ -2,9 +2,8 @@
 
 The scheduler counts batches and pages for all runners (`gpu.py`), so a runner's engine must never decide otherwise. A
 step has at most one prompt, there is a slot for every request of a batch, and the engine's admission reserve is hidden
-from the scheduler. One thing is unknown in advance: a GPU engine admits a request some steps late while its adapter is
-read, or one step late when the next step is launched already. Every reply says what happened, and `dispatcher.py`
-compares.
+from the scheduler. Yet a GPU engine admits a request some steps late while its adapter is read, or one step late when
+the next step is launched already. Replies say so, and `dispatcher.py` compares.
 """
 
 import time
@@ -33,9 +32,7 @@ def random_engine(
     model: PretrainedConfig, lora_config: LoRAConfig | None = None, engine_config: EngineConfig | None = None,
     dtype: torch.dtype | None = None, device: str | None = None, seed: int = 0,
 ) -> Engine:  # fmt: skip
-    """Build an engine on a random backbone, the same in every process; ``device=None``: the GPU where there is one. For
-    a checkpoint folder use ``Engine.from_pretrained``.
-    """
+    """Build an engine on a random backbone, the same in every process; ``device=None``: the GPU where there is one."""
     backbone = LlamaForCausalLM(model, dtype, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     backbone.init_random_weights(seed)
     return Engine(backbone, lora_config, engine_config)
@@ -43,9 +40,8 @@ def random_engine(
 
 @dataclass(frozen=True)
 class RunnerDescription:
-    """Sizes and settings of a runner, for the scheduler. ``num_pages`` of ``page_size`` tokens are its engine's blocks
-    without the reserve. Requests without a seed get theirs from ``seed``. ``codec`` and ``defaults`` are its
-    engine's. ``versions``: of the adapters that it was started with.
+    """Sizes and settings of a runner, for the scheduler. ``num_pages``: its engine's blocks without the reserve.
+    Requests without a seed get theirs from ``seed``. ``versions``: of the adapters that it was started with.
     """
 
     max_batch_size: int
@@ -95,10 +91,10 @@ class StepReply:
     Attributes:
         tokens: one for each request that was served; ``logprobs`` of those that ask for them.
         waiting: requests that have joined no step yet, as their adapter is still being read, or as the step was
-            launched ahead of their order; they join in their order as soon as they can.
+            launched ahead of their order.
         finished: requests that ended with this step. ``failed``: errors of those that ended with one.
         versions: of the adapters' folders with which requests have begun in this step.
-        used_blocks: KV blocks of the tokens computed so far; a GPU has also reserved those of the next tokens.
+        used_blocks: KV blocks of the tokens computed so far.
         seconds: time in the runner.
     """
 
@@ -114,8 +110,8 @@ class StepReply:
 
 @dataclass(frozen=True)
 class RunnerStep:
-    """Timed step of a runner: order sent and reply received (``time.perf_counter`` seconds), ``seconds`` in the runner,
-    and the tokens of the requests that were not aborted meanwhile.
+    """Timed step of a runner: order sent and reply received (``time.perf_counter``), ``seconds`` in the runner, and
+    tokens of requests that were not aborted meanwhile.
     """
 
     runner: str
@@ -142,12 +138,8 @@ class LostRunner:
 class Runner:
     """Engine that executes the scheduler's commands.
 
-    Args:
-        build: makes the engine; called once, here.
-        fetch: returns the files of an adapter from `StoredFiles.content`. Temporary folders hold as many adapters as
-            the engine keeps in memory; an evicted one is fetched again.
-
-    ValueError for an engine whose decisions the scheduler cannot predict.
+    ``fetch`` returns the files of an adapter from `StoredFiles.content`. Temporary folders hold as many adapters as the
+    engine keeps in memory; an evicted one is fetched again. ValueError: the scheduler cannot predict the engine.
     """
 
     def __init__(self, build: Callable[[], Engine], fetch: Callable[[Any], AdapterFiles]) -> None:
@@ -159,7 +151,6 @@ class Runner:
         self._beginning: dict[str, int] = {}  # ids of their adapters
 
     def describe(self) -> RunnerDescription:
-        """Return the description for the scheduler."""
         engine, config = self.engine, self.engine.config
         return RunnerDescription(
             config.max_batch_size, config.total_blocks - _reserve(config), config.block_size, config.max_model_len,
@@ -224,8 +215,7 @@ class Runner:
 
 
 def _reserve(config: EngineConfig) -> int:
-    """Return the spare blocks that the engine's own admission wants: one for each request of a full batch, and one."""
-    return config.max_batch_size + 1
+    return config.max_batch_size + 1  # spare blocks of the engine's own admission
 
 
 def _check_follows(engine: Engine) -> None:

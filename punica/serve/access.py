@@ -17,10 +17,8 @@ MOST_ENTRIES = 1024
 class Keys:
     """API keys, sent as ``Authorization: Bearer KEY``; without any, everything is open.
 
-    ``api_key`` opens the base model, adapters without a key of their own, and loading and unloading.
-    ``adapter_keys``: name -> key, the only one that opens that adapter.
-
-    ValueError: a key that no header can carry as it is, such as the empty one of an unset variable. TypeError: no text.
+    ``api_key`` opens the base model, adapters without a key of their own, and loading. ``adapter_keys``: name -> key,
+    the only one that opens that adapter. ValueError: a key that no header can carry, such as an empty one.
     """
 
     api_key: str | None = None
@@ -29,29 +27,25 @@ class Keys:
     def __post_init__(self) -> None:
         own = [] if self.api_key is None else [("the server", self.api_key)]
         for name, key in (*own, *self.adapter_keys.items()):
-            if not isinstance(key, str):
-                raise TypeError(f"the API key of {clip(name)} must be a str, got {type(key).__name__}")
             if not key or key != key.strip() or not key.isprintable() or max(key) > "\xff":
                 raise ValueError(
                     f"the API key of {clip(name)} must be printable Latin-1 without spaces at its ends, and not empty"
                 )
 
     def check(self, given: str | None) -> None:
-        """ApiError 401 for a missing or unknown key, where the base model needs one."""
+        """ApiError 401: a missing or unknown key, where the base model needs one."""
         if self.api_key is None or _equal(given, self.api_key):
             return
         if not any(_equal(given, key) for key in self.adapter_keys.values()):
             raise ApiError(401, "missing or unknown API key; send Authorization: Bearer KEY", code="invalid_api_key")
 
     def opens(self, given: str | None, name: str) -> bool:
-        """Return whether a key may use this model."""
         needed = self.adapter_keys.get(name, self.api_key)
         return needed is None or _equal(given, needed)
 
     def check_manager(self, given: str | None) -> None:
-        """ApiError 401 for a key that may not load or unload adapters: the server's may, or any where none has one.
-
-        An adapter's own key may not: it could serve the folder of another tenant under its own name.
+        """ApiError 401 unless a key may load or unload adapters: the server's may, or any where none has one. With an
+        adapter's own key a tenant could serve the folder of another under its own name.
         """
         if self.api_key is None and self.adapter_keys:
             raise ApiError(
@@ -77,12 +71,10 @@ def allowed_roots(folders: Sequence[str]) -> tuple[Path, ...]:
 
 
 def allowed_folder(path: str, roots: Sequence[Path]) -> str:
-    """Return the real path of an adapter folder inside one of ``roots``; relative paths start at the working directory.
+    """Return the real path of an adapter folder inside one of ``roots``, with links resolved, those of entries too.
 
-    Links are resolved, those of the folder's entries too. Files outside the roots are neither opened nor revealed: the
-    answer is the same whether they exist. Write access to the roots is trusted: entries may change after this check.
-
-    Raises ApiError 403 (outside, or no roots), 404 (no folder), 400 (more than ``MOST_ENTRIES`` entries).
+    The answer about files outside is the same whether they exist. Write access to the roots is trusted. ApiError 403
+    (outside, or no roots), 404 (no folder), 400 (more than ``MOST_ENTRIES`` entries).
     """
     if not roots:
         raise ApiError(

@@ -38,7 +38,6 @@ class Settings:
     Args:
         base: name of the base model.
         adapters: those that have a name from the start; their ids are distinct.
-        keys: who may use what.
         roots: real paths of the folders that ``/v1/load_lora_adapter`` may read; none: it is refused.
         max_queue: most generations that wait beside a full batch; further calls get 429.
         max_body: bytes of a request's body; longer ones get 413.
@@ -90,10 +89,7 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
 
 
 class RequestIds:
-    """ASGI middleware that returns a client's ``x-request-id``, or one of its own where none or no valid one came.
-
-    An id has at most 128 visible ASCII characters. ``scope["request_id"]`` is that of a request.
-    """
+    """ASGI middleware that returns a client's ``x-request-id``, or a new one where no valid one came."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -218,6 +214,5 @@ def _add_errors(app: FastAPI, metrics: Metrics) -> None:
 
 
 def _key(request: Request) -> str | None:
-    """Return the bearer token of a request."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() or None if scheme.lower() == "bearer" else None

@@ -1,4 +1,4 @@
-"""`Backend`: the server's side of an engine, wherever that runs; its methods are called on the event loop.
+"""`Backend`: the server's side of an engine, wherever that runs, on the event loop; metrics, without names of tenants.
 
     submit, abort, admit, retire --orders--> the engine's `Stepper`: all orders, then one step, again
     Call.batches() <--one message per step or order-- new tokens of all requests, replies, notes for the metrics
@@ -30,9 +30,8 @@ _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 
 
 @dataclass(eq=False)
 class Call:
-    """Requests of one HTTP call, and their pieces as they arrive on the event loop.
-
-    ``streams``: pieces with every step; otherwise one piece per request, when it ends. ``number``: its own.
+    """Requests of one HTTP call, and their pieces as they arrive: with every step if it ``streams``, else one of each
+    request, when it ends.
     """
 
     requests: Sequence[Request]
@@ -47,6 +46,8 @@ class Call:
         self._error: ApiError | None = None
 
     def put(self, piece: Piece) -> None:
+        if piece.error is not None:
+            return self.fail(piece.error)
         self.num_unfinished -= piece.result is not None
         self._pieces.append(piece)
         self._arrived.set()
@@ -56,16 +57,18 @@ class Call:
         self._error = error
         self._arrived.set()
 
+    def fail(self, reason: str) -> None:
+        """End all that is unfinished, as the engine itself failed."""
+        self.end(ApiError(500, reason, code="engine_failed"))
+
     async def batches(self) -> AsyncIterator[list[Piece]]:
-        """Yield all pieces that have arrived, until every request has ended. ApiError 500: the engine failed."""
+        """Yield all pieces that have arrived, until every request has ended; raises the error of :meth:`end`."""
         while self.num_unfinished or self._pieces:
             await self._arrived.wait()
             self._arrived.clear()
             batch, self._pieces = self._pieces, []
-            for piece in batch:
-                if piece.error is not None:
-                    raise ApiError(500, piece.error, code="engine_failed")
-            yield batch
+            if batch:
+                yield batch
             if self._error is not None and self.num_unfinished:
                 raise self._error
 
@@ -74,24 +77,22 @@ class Metrics:
     """Counters, gauges and histograms in a registry of their own."""
 
     def __init__(self) -> None:
-        registry = self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "punica_requests", "Generations that ended, by finish reason", ["reason"], registry=registry
+        self.registry = CollectorRegistry()
+        self.counter, self.gauge, histogram = (
+            partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)
         )
-        self.rejected = Counter("punica_rejected", "Calls answered by an error", ["status"], registry=registry)
-        self._prompt = Counter("punica_prompt_tokens", "Prompt tokens of generations that ended", registry=registry)
-        self._generated = Counter("punica_generated_tokens", "Generated tokens", registry=registry)
-        self._steps = Counter("punica_steps", "Model invocations", registry=registry)
-        self._preempted = Counter("punica_preemptions", "Requests sent back to the queue", registry=registry)
-        self._running = Gauge("punica_requests_running", "Requests in the last step", registry=registry)
-        self._waiting = Gauge("punica_requests_waiting", "Requests that wait for a step", registry=registry)
-        self._first = Histogram(
-            "punica_first_token_seconds", "Arrival to first token", buckets=_SECONDS, registry=registry
-        )
-        self._token = Histogram(
-            "punica_token_seconds", "Mean time between tokens of one request", buckets=_TOKEN_SECONDS, registry=registry
-        )
-        self._whole = Histogram("punica_request_seconds", "Arrival to last token", buckets=_SECONDS, registry=registry)
+        self._requests = self.counter("punica_requests", "Generations that ended, by finish reason", ["reason"])
+        self.rejected = self.counter("punica_rejected", "Calls answered by an error", ["status"])
+        self._prompt = self.counter("punica_prompt_tokens", "Prompt tokens of generations that ended")
+        self._generated = self.counter("punica_generated_tokens", "Generated tokens")
+        self._steps = self.counter("punica_steps", "Model invocations")
+        self._preempted = self.counter("punica_preemptions", "Requests sent back to the queue")
+        self._running = self.gauge("punica_requests_running", "Requests in the last step")
+        self._waiting = self.gauge("punica_requests_waiting", "Requests that wait for a step")
+        self._first = histogram("punica_first_token_seconds", "Arrival to first token", buckets=_SECONDS)
+        between = "Mean time between tokens of one request"
+        self._token = histogram("punica_token_seconds", between, buckets=_TOKEN_SECONDS)
+        self._whole = histogram("punica_request_seconds", "Arrival to last token", buckets=_SECONDS)
 
     def note_step(self, statistics: StepStatistics, num_unfinished: int) -> None:
         """Count one step, after which ``num_unfinished`` requests are left."""
@@ -176,9 +177,8 @@ class Backend(ABC):
                 self.order(Stepper.abort, [request.request_id for request in call.requests])
 
     async def admit(self, adapter: LoRARequest) -> None:
-        """Read and check an adapter that is about to get a name, beside the steps, and serve this version of it.
-
-        FileNotFoundError, TypeError, ValueError: it does not fit.
+        """Read and check an adapter beside the steps, and serve this version of it. FileNotFoundError, TypeError,
+        ValueError: it does not fit.
         """
         await self.order(EngineStepper.read, adapter)
 
@@ -187,9 +187,8 @@ class Backend(ABC):
         await self.order(Stepper.retire, adapter_id)
 
     def order(self, function: Callable[..., Any], *arguments: Any) -> "asyncio.Future[Any]":
-        """Have ``function(stepper, *arguments)`` called between two steps; the future has its value or error.
-
-        ApiError 503: the engine has ended.
+        """Have ``function(stepper, *arguments)`` called between two steps; the future has its value or error. ApiError
+        503: the engine has ended.
         """
         if self._end_reason:
             raise ApiError(503, self._end_reason, code="engine_stopped")
@@ -220,8 +219,7 @@ class Backend(ABC):
         self._end_reason = reason
         self.metrics.note_idle()
         for call in self._calls.values():
-            if call.num_unfinished:
-                call.put(Piece(0, [], 0, [], error=reason))
+            call.fail(reason)
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(ApiError(503, reason, code="engine_stopped"))

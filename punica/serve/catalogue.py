@@ -30,10 +30,7 @@ class Catalogue:
         self._lock = asyncio.Lock()  # one load or unload at a time
 
     def find(self, name: str, key: str | None) -> LoRARequest | None:
-        """Return the adapter of this name, ``None`` for the base model.
-
-        ApiError 401, or 404: no such model, or not for this key.
-        """
+        """Return the adapter of this name, ``None`` for the base model. ApiError 401, or 404: none for this key."""
         self.keys.check(key)
         if not self.keys.opens(key, name) or (name != self.base and name not in self._adapters):
             raise ApiError(
@@ -43,20 +40,15 @@ class Catalogue:
         return self._adapters.get(name)
 
     def visible(self, key: str | None) -> list[dict[str, Any]]:
-        """List the models that a key opens, as ``/v1/models`` shows them."""
         self.keys.check(key)
         return [self.describe(name) for name in (self.base, *self._adapters) if self.keys.opens(key, name)]
 
     def describe(self, name: str) -> dict[str, Any]:
-        """Return the entry of one model."""
         parent = None if name == self.base else self.base
         return {"id": name, "object": "model", "created": self._created, "owned_by": "punica", "parent": parent}
 
     async def load(self, body: LoadAdapter, key: str | None, backend: Backend) -> None:
-        """Serve an adapter under a name, as it is in its folder now.
-
-        ApiError 401, 403, 404, 400: key, folder, name in use without ``load_inplace``, or an adapter that does not fit.
-        """
+        """Serve an adapter under a name, as it is in its folder now. ApiError: key, folder, name or adapter refused."""
         name, fields = body.lora_name, body.model_dump(include={"is_3d_lora_weight", "weights_mapper"})
         self.keys.check_manager(key)
         folder = await asyncio.to_thread(allowed_folder, body.lora_path, self._roots)

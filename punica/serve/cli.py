@@ -28,25 +28,18 @@ class _Parser(ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
 
-def parts(form: str, may_be_empty: int = 0) -> Callable[[str], tuple[str, ...]]:
-    """Return the function that splits ``NAME=VALUE`` and the like; the last ``may_be_empty`` parts may be empty."""
-
-    def split(text: str) -> tuple[str, ...]:
-        names = form.split("=")
-        found = text.split("=", len(names) - 1)
-        if len(found) < len(names) or not all(found[: len(names) - may_be_empty]):
-            raise ArgumentTypeError(f"{text!r} is not {form}")
-        return tuple(found)
-
-    return split
+def pair(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    if not (name and value):
+        raise ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
 
 
 def number(kind: type[int] | type[float], lowest: float, highest: float = math.inf) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         with suppress(ValueError):
-            found = kind(text)
-            if lowest <= found <= highest and math.isfinite(found):
-                return found
+            if lowest <= (value := kind(text)) <= highest and math.isfinite(value):
+                return value
         most = "" if highest == math.inf else f", at most {highest}"
         whole = "an integer" if kind is int else "a number"
         raise ArgumentTypeError(f"{clip(text)} must be {whole}, at least {lowest}{most}")
@@ -63,14 +56,12 @@ def parser() -> ArgumentParser:
     several: dict[str, Any] = {"action": "append", "default": []}
     add("checkpoint", help="folder that transformers wrote")
     add("--version", action="version", version=f"punica {__version__}")
-    add("--adapter", type=parts("NAME=VALUE"), **several, metavar="NAME=FOLDER", help="repeatable")
-    add("--adapter-rename", type=parts("NAME=OLD=NEW", 1), **several, metavar="NAME=OLD=NEW",
-        help="replaces OLD in the names of this adapter's tensors; NEW may be empty; repeatable, in order")  # fmt: skip
+    add("--adapter", type=pair, **several, metavar="NAME=FOLDER", help="repeatable")
     add("--host", default="127.0.0.1")
     add("--port", type=number(int, 0, 65535), default=8000, metavar="N", help="0: a free one")
     add("--served-model-name", metavar="NAME", help="of the base model; default: the folder's name")
     add("--api-key", metavar="KEY", help="opens the base model, adapters without a key, loading")
-    add("--adapter-key", type=parts("NAME=VALUE"), **several, metavar="NAME=KEY", help="repeatable")
+    add("--adapter-key", type=pair, **several, metavar="NAME=KEY", help="repeatable")
     add("--allow-folder", **several, metavar="DIR",
         help="adapters below it may be loaded by requests; repeatable; default: none")  # fmt: skip
     for name, default, lowest, meaning in (
@@ -99,9 +90,8 @@ def parser() -> ArgumentParser:
 
 
 def parse(arguments: Sequence[str] | None = None) -> Namespace:
-    """Return the arguments, and what follows from them: ``base``, ``renames``, ``keys``, ``roots`` and ``sizes``.
-
-    Exits with one line where they are refused, also by each other and by the disk.
+    """Return the arguments, and what follows from them: ``base``, ``keys``, ``roots`` and ``sizes``. Exits with one
+    line where they are refused, also by each other and by the disk.
     """
     made = parser()
     try:
@@ -118,17 +108,12 @@ def parse(arguments: Sequence[str] | None = None) -> Namespace:
 
 
 def _check_names(options: Namespace) -> None:
-    """Set ``base`` and ``renames``. ValueError: a name of two models; one to rename in that no adapter has."""
+    """Set ``base``. ValueError: a name of two models."""
     options.base = options.served_model_name or Path(options.checkpoint).expanduser().resolve().name
     names = [options.base, *(name for name, _ in options.adapter)]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{twice} name two models; pass other names to --adapter or --served-model-name")
-    options.renames = {name: {} for name in names[1:]}
-    for name, old, new in options.adapter_rename:
-        if name not in options.renames:
-            raise ValueError(f"--adapter-rename {name}={old}={new} is of no --adapter; there are {names[1:]}")
-        options.renames[name][old] = new
 
 
 def _check_ray(options: Namespace) -> None:
@@ -154,10 +139,7 @@ def _check_folders(options: Namespace) -> None:
 
 
 def _sizes(options: Namespace) -> dict[str, Any]:
-    """Return the sizes of an engine, with slots for adapters that are given or may be loaded later.
-
-    A runner of ``--ray`` has a slot for every request of its batch; ValueError: fewer are asked for.
-    """
+    """Return the sizes of an engine; ValueError: a runner of ``--ray`` has no slot for every request of its batch."""
     names = ("max_model_len", "max_batch_size", "max_loras", "max_cpu_loras", "max_lora_rank", "dtype")
     sizes = {name: value for name in names if (value := getattr(options, name)) is not None}
     sizes["adapter_templates"] = options.adapter_templates

@@ -1,7 +1,6 @@
 """Errors in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``."""
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from json import JSONDecodeError
 from typing import Any
@@ -37,34 +36,23 @@ class ApiError(Exception):
 
 
 def refused(message: str, names: Mapping[str, str]) -> ApiError:
-    """Return the 400 for an argument error of the engine; ``param`` is the first name that its ``message`` contains.
-
-    ``names``: name in the engine's messages -> name of the API's parameter.
+    """Return the 400 for an argument error of the engine; ``param`` is the first of ``names``, from the engine's to the
+    API's, that its ``message`` contains.
     """
-    places = {message.find(inner): inner for inner in names if inner in message}
-    if not places:
+    first = min(filter(message.__contains__, names), key=lambda name: (message.find(name), -len(name)), default=None)
+    if first is None:
         return ApiError(400, message)
     for inner, name in names.items():
         if inner != name:
             message = message.replace(inner, name)
-    return ApiError(400, message, names[places[min(places)]])
+    return ApiError(400, message, names[first])
 
 
 def unreadable_body(error: BaseException) -> ApiError:
-    """Return the 400 for a body of which no JSON value can be read; ``error`` as ``json.loads`` raises it."""
-    if isinstance(error, JSONDecodeError):
-        place = f"line {error.lineno}, column {error.colno} (character {error.pos})"
-        found = clip(error.doc[error.pos : error.pos + _SHOWN]) if error.pos < len(error.doc) else "the end"
-        return ApiError(400, f"the body is not JSON: {error.msg} at {place}, where {found} is")
-    if isinstance(error, UnicodeDecodeError):
-        place = f"byte {error.start} (0x{error.object[error.start : error.start + 1].hex()})"
-        return ApiError(400, f"the body is not {error.encoding.upper()}: {error.reason} at {place}")
-    reason = type(error).__name__
-    if isinstance(error, RecursionError):
-        reason = "its lists or objects are nested too deeply"
-    elif isinstance(error, ValueError):
-        reason = f"an integer in it has more than {sys.get_int_max_str_digits()} digits"
-    return ApiError(400, f"the body cannot be read: {reason}")
+    """Return the 400 for a body of which no JSON value can be read, by an error of ``json.loads``."""
+    if isinstance(error, JSONDecodeError) and error.pos < len(error.doc):
+        return ApiError(400, f"the body is not JSON: {error}, where {clip(error.doc[error.pos :][:_SHOWN])} is")
+    return ApiError(400, f"the body cannot be read as JSON: {error}")
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -1,6 +1,4 @@
-"""Shapes of answers: OpenAI's completion and chat objects, whole, in chunks and as server-sent events, with the strings
-of single tokens.
-"""
+"""Shapes of answers: OpenAI's completion and chat objects, whole, in chunks and as events, with strings of tokens."""
 
 import codecs
 import json
@@ -136,7 +134,7 @@ class TokenStrings:
         self.of = lru_cache(_VOCABULARY)(codec.spelled)
 
     def at_start(self, token_id: int) -> str:
-        """Return the string of a token at the start of a text, where its space is dropped."""
+        """Return the string of a token at the start of a text, without its space."""
         return self.of(token_id).removeprefix(self.codec.dropped_space(token_id))
 
 

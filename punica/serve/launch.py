@@ -29,8 +29,7 @@ from punica.threads import limit_threads
 
 def settings_of(options: Namespace) -> Settings:
     adapters = [
-        LoRARequest(name, number, folder, weights_mapper=options.renames[name] or None)
-        for number, (name, folder) in enumerate(options.adapter, start=1)
+        LoRARequest(name, number, folder) for number, (name, folder) in enumerate(options.adapter, start=1)
     ]
     return Settings(options.base, adapters, options.keys, options.roots, options.max_queue, options.max_body)
 
@@ -69,7 +68,7 @@ def cluster_of(options: Namespace, settings: Settings) -> RayCluster:
 
 @contextmanager
 def opened(options: Namespace, settings: Settings) -> Iterator[FastAPI]:
-    """Build the application over an engine in a process of its own, or over runners; they end with the block."""
+    """Build the application over an engine's process or over runners, which end with the block."""
     if options.ray is None:
         with EngineProcess(build_of(options, settings)) as engine:
             yield make_app(engine, settings)
@@ -79,9 +78,8 @@ def opened(options: Namespace, settings: Settings) -> Iterator[FastAPI]:
 
 
 def serve(options: Namespace, sockets: list[socket.socket]) -> None:
-    """Serve until interrupted; exit with a message for a checkpoint, adapters or sizes that are refused.
-
-    SIGINT's code without a traceback, also while the engine loads: uvicorn raises the signal again.
+    """Serve until interrupted; exit with a message for a checkpoint, adapters or sizes that are refused, and with
+    SIGINT's code without a traceback, also while the engine loads.
     """
     try:
         with ExitStack() as stack:

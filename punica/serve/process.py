@@ -3,9 +3,8 @@
     event loop --orders, by a thread--> reader thread --> the process's main thread: orders, then one step, again
     event loop <--one message per step-- the process's main thread
 
-A step of an engine on a GPU needs the interpreter all the time, to launch the next one. The work per token and client
-would take turns with it in one process. Only the engine's process uses the GPU. It ends itself when the server's end of
-the orders closes.
+In one process the work per token and client would take turns with the steps, which need the interpreter all the time.
+Only the engine's process uses the GPU. It ends itself when the server's end of the orders closes.
 """
 
 import asyncio
@@ -32,20 +31,18 @@ from punica.threads import limit_threads
 
 _log = logging.getLogger(__name__)
 _END_S = 5.0  # longest wait for the end of a process that has been told to end, which then is killed
-_REASON_S = 0.5  # longest wait for the exit code after its connection has closed
+_REASON_S = 0.5  # longest wait for the exit code after its connection has closed; there is nothing else to serve
 
 
 class EngineProcess(Backend):
     """Engine in a spawned process, which ends with this one, with its ``with`` block or by :meth:`close`.
 
-    ``build`` makes the engine, in the process; it travels by pickle. A script needs ``if __name__ == "__main__":``
-    above its call, as the process imports the script. Raises the errors of ``build``; RuntimeError: the process ends
-    before the engine is ready.
+    ``build`` makes the engine, in the process, which imports the calling script: call it below ``if __name__ ==
+    "__main__":``. Raises the errors of ``build``; RuntimeError: the process ends before the engine is ready.
     """
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         super().__init__(Metrics())
-        self._ending: asyncio.Task[None] | None = None
         context = multiprocessing.get_context("spawn")  # a fork would inherit threads, and perhaps CUDA
         orders, ours = context.Pipe(duplex=False)
         self._messages, theirs = context.Pipe()  # used one way: sockets hold more than a pipe
@@ -86,8 +83,6 @@ class EngineProcess(Backend):
     async def stop(self) -> None:
         self._end("the server is stopping")
         await asyncio.to_thread(self.close)
-        if self._ending is not None:  # it says why the process ended before
-            await self._ending
 
     def _await_engine(self) -> EngineFacts:
         try:
@@ -99,22 +94,16 @@ class EngineProcess(Backend):
         raise found
 
     def _receive(self) -> None:
-        """Take all messages that have come; on the event loop."""
         try:
             while self._messages.poll():
                 self._take(self._messages.recv())
         except (EOFError, OSError):
-            self._loop.remove_reader(self._messages.fileno())
-            self._health = "failed"
-            self._ending = self._loop.create_task(self._tell_the_end())
+            reason = f"{self._how_it_ended()}; restart the server"
+            _log.error(reason)
+            self._end(reason)
         except Exception as error:  # its pieces and replies are lost
             _log.exception("a message of the engine's process cannot be read")
             self._end(f"a message of the engine's process cannot be read: {error}; restart the server")
-
-    async def _tell_the_end(self) -> None:
-        reason = f"{await asyncio.to_thread(self._how_it_ended)}; restart the server"
-        _log.error(reason)
-        self._end(reason)
 
     def _end(self, reason: str) -> None:
         if not self._end_reason:
@@ -122,7 +111,6 @@ class EngineProcess(Backend):
         super()._end(reason)
 
     def _how_it_ended(self) -> str:
-        """Wait for the exit code; say what it means."""
         self._process.join(_REASON_S)  # its connection is closed first
         code = self._process.exitcode
         if code is None:

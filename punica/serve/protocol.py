@@ -1,7 +1,7 @@
 """Bodies of HTTP requests, as OpenAI and vLLM name their fields, and the engine's `SamplingParams` from these."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -31,11 +31,8 @@ _Part = Annotated[str, Field(max_length=256)]
 
 
 class LoadAdapter(Body):
-    """Body of ``/v1/load_lora_adapter``. ``load_inplace`` replaces a loaded adapter of that name.
-
-    ``is_3d_lora_weight`` and ``weights_mapper`` (renames the adapter's tensors): see
-    :class:`punica.adapters.LoRARequest`. ``base_model_name`` changes nothing; the LoRA sidecar of Kubernetes' inference
-    gateway sends it.
+    """Body of ``/v1/load_lora_adapter``: fields of :class:`punica.adapters.LoRARequest`. ``load_inplace`` replaces a
+    loaded adapter of that name. ``base_model_name``, of the LoRA sidecar of Kubernetes' gateway, changes nothing.
     """
 
     lora_name: Name
@@ -65,10 +62,8 @@ class StreamOptions(Body):
 
 
 class GenerationBody(BaseModel):
-    """Fields that completions and chats share; further ones are checked by :func:`check_supported`.
-
-    ``user`` identifies the end user, and changes nothing; so do its successors ``safety_identifier`` and
-    ``prompt_cache_key``. ``top_k`` to ``ignore_eos`` are vLLM's, and so are ``min_tokens`` to ``skip_special_tokens``.
+    """Fields that completions and chats share; further ones are checked by :func:`check_supported`. ``user`` and its
+    successors ``safety_identifier`` and ``prompt_cache_key`` change nothing.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -134,10 +129,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """Message of a chat. Of further fields see :data:`UNSUPPORTED_IN_MESSAGES`.
-
-    ``content`` may be null where it is the assistant's. ``name``: of the speaker, for templates that show it.
-    """
+    """Message of a chat. ``content`` may be null where it is the assistant's. ``name``: of the speaker."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -204,18 +196,14 @@ UNSUPPORTED_IN_MESSAGES = frozenset({
 _RANDOM_SEED = -1
 _SEEDS = 1 << 64
 
-_SAME_NAME = (
-    "temperature", "top_p", "seed", "stop", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos",
-    "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "bad_words", "skip_special_tokens",
-)  # fmt: skip
+_SAME_NAME = [one.name for one in fields(SamplingParams) if one.name in {*GenerationBody.model_fields} - {"n"}]
 _NAMES = {name: name for name in _SAME_NAME} | {"max_new_tokens": "max_tokens"}
 
 
 def check_supported(body: AnyBody) -> None:
     """ApiError 400 for a parameter that is unknown, or that the engine does not serve with this value.
 
-    Null asks for nothing. Neither do tools of which none may be chosen, nor what a load generator repeats: as many
-    choices as ``n``, the adapter by its name in SGLang's ``lora_path``.
+    Tools of which none may be chosen ask for nothing; nor does what load generators repeat, ``n`` and the model's name.
     """
     given = body.model_extra or {}
     allowed = {**UNSUPPORTED, "best_of": (body.n or 1,), "lora_path": (body.model,)}
@@ -250,10 +238,8 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
 
 
 def params_of(body: AnyBody, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:
-    """Return the parameters of the body over the engine's defaults. ApiError 400 for a value out of range.
-
-    A ``min_tokens`` of the defaults yields to ``max_new_tokens``. Of OpenAI's seeds, 64-bit integers with a sign, -1 is
-    none, as in vLLM.
+    """Return the parameters of the body over the engine's defaults; ApiError 400: a value out of range. Of OpenAI's
+    seeds, 64-bit integers with a sign, -1 is none, as in vLLM.
     """
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     if given.get("top_k") in (0, -1):  # vLLM's ways to keep all tokens

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 
 from starlette.responses import JSONResponse, Response
@@ -71,19 +71,14 @@ class Generator:
         except Exception as error:  # whatever a tokenizer raises
             raise ApiError(400, _told(error, adapter), body.prompt_name) from error
 
-    @asynccontextmanager
-    async def running(self, call: Call, adapter: LoRARequest | None) -> AsyncIterator[None]:
-        """Have the engine serve a call inside; what has not ended at the exit is aborted. ApiError: refused."""
+    async def submit(self, call: Call, adapter: LoRARequest | None) -> None:
+        """Queue the requests of a call. ApiError: refused."""
         try:
-            try:
-                await self.backend.submit(call)
-            except FileNotFoundError as error:
-                raise ApiError(404, _told(error, adapter), "model", "model_not_found") from error
-            except (TypeError, ValueError) as error:
-                raise refused(_told(error, adapter), _ENGINE_NAMES) from error
-            yield
-        finally:
-            self.backend.abort(call)
+            await self.backend.submit(call)
+        except FileNotFoundError as error:
+            raise ApiError(404, _told(error, adapter), "model", "model_not_found") from error
+        except (TypeError, ValueError) as error:
+            raise refused(_told(error, adapter), _ENGINE_NAMES) from error
 
 
 class GenerationResponse(Response):
@@ -117,15 +112,18 @@ class GenerationResponse(Response):
             prompts = await self._generator.encode(body, self._adapter)
             self._num_prompt = sum(len(tokens) for tokens, _ in prompts)
             call = Call(self._requests(prompts), streams=bool(body.stream))
-            async with self._generator.running(call, self._adapter):
+            try:
+                await self._generator.submit(call, self._adapter)
                 if body.stream:
                     await self._stream(call, send)
                     return
                 answer = await self._collect(call)
+            finally:
+                self._generator.backend.abort(call)  # what has not ended
         await JSONResponse(answer)(scope, receive, send)  # a client that reads slowly takes no room
 
     def _requests(self, prompts: list[Prompt]) -> list[Request]:
-        """Build the engine's requests: ``n`` for each prompt, in the order of the choices."""
+        """Build ``n`` requests for each prompt, in the order of the choices."""
         body, facts = self._body, self._generator.backend.facts
         requests: list[Request] = []
         for tokens, end_tokens in prompts:

@@ -23,8 +23,7 @@ SEND_TIMEOUT_S = 60.0
 """Longest wait for a client that takes nothing of its answer; then its connection is closed."""
 UNSENT_BYTES = 16 << 10
 """Bytes for a client that the kernel holds beside those on their way; by default megabytes."""
-KEEP_ALIVE_S = 75
-"""Time until an idle connection is closed; longer than clients keep theirs, which else meet a closed one."""
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, which else meet a closed one
 _CUT_S = 5  # in which the errors of answers that were cut reach their clients
 _BACKLOG = 2048  # connections that may wait while the engine loads
 _ABSENT = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}  # an address that names have and the machine has not, as of IPv6
@@ -64,8 +63,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 class Connection(H11Protocol):
     """HTTP connection that buffers one write, and ends where its client takes nothing of it for ``send_timeout_s``.
 
-    h11 reads it. uvicorn's other parser, the default where it is installed, drops the body of a POST that offers
-    HTTP/2, as Java's client sends it.
+    uvicorn's other parser, the default where it is installed, drops the body of a POST that offers HTTP/2.
     """
 
     def __init__(self, *given: Any, send_timeout_s: float, **named: Any) -> None:

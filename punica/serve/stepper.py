@@ -2,8 +2,7 @@
 
     orders of all calls --queue--> carried out, then one step --> one message: pieces of all calls, notes, a reply
 
-The engine is single-threaded: whatever touches it is an order, carried out between two steps. `backend.py` is the other
-side, in another process (`process.py`) or thread (`runners.py`).
+`backend.py` is the other side, in another process (`process.py`) or thread (`runners.py`).
 """
 
 import logging
@@ -61,7 +60,7 @@ class Outcome(NamedTuple):
 
 class Piece(NamedTuple):
     """New tokens of request ``index`` of a call, the first ``num_text`` of them with text; the last has the result, or
-    an error instead where the engine itself failed.
+    an error where the engine itself failed.
     """
 
     index: int  # type: ignore[assignment]  # tuple's method has no use here
@@ -81,8 +80,8 @@ class Order(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Changes by one step or order: pieces with the numbers of their calls, notes for the metrics, health in a word; of
-    an order its number, and its value or error.
+    """Changes by one step or order: pieces with the numbers of their calls, notes for the metrics, health; of an order
+    its number, and its value or error.
     """
 
     pieces: list[tuple[int, Piece]]
@@ -104,7 +103,6 @@ class _Unfinished:
     num_sent: int = 0
 
     def piece(self, result: Outcome | None) -> Piece:
-        """Build the piece with the tokens since the last one."""
         start, state = self.num_sent, self.state
         self.num_sent = state.num_generated
         num_text = max(0, len(state.text_token_ids) - start)
@@ -115,8 +113,7 @@ class Stepper(ABC):
     """Steps of one engine, or of several with the interface of one, and the requests of all calls in it.
 
     After ``most_step_errors`` steps in a row that raised, all unfinished requests are aborted and their calls get a
-    500. Later requests are served again. ``send``, set by the `Backend`, takes the messages. ``orders`` come from any
-    thread; ``None`` ends :meth:`run`.
+    500. ``send``, set by the `Backend`, takes the messages. ``orders`` come from any thread; ``None`` ends :meth:`run`.
     """
 
     most_step_errors = 1
@@ -137,7 +134,6 @@ class Stepper(ABC):
 
     @property
     def health(self) -> str:
-        """State in one word, as of `Backend`."""
         return "failed" if self._is_failing else "ok"
 
     @abstractmethod
@@ -257,7 +253,6 @@ class Stepper(ABC):
             self._pieces.append((request.call, Piece(request.index, [], 0, [], error=error)))
 
     def _remove_retired(self, adapter_ids: set[int]) -> None:
-        """Remove those of the adapters that are retired and that no request uses."""
         leaving = adapter_ids & self._retired
         if leaving:
             for adapter_id in leaving - {request.state.adapter_id for request in self._unfinished.values()}:
@@ -270,7 +265,7 @@ class Stepper(ABC):
 
 
 class EngineStepper(Stepper):
-    """Steps of one engine. One that raises is repeated once, as the engine allows."""
+    """Steps of one engine. One that raises is repeated once."""
 
     most_step_errors = 2
     engine: Engine

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+import experiments.simulator  # noqa: F401  # rules of other systems
 from punica.cluster import SCHEDULING_RULES, ClusterPolicy
 
 BATCH, PAGE = 4, 4

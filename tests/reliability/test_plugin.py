@@ -103,7 +103,7 @@ def test_a_result_that_comes_twice_or_with_other_tokens_is_a_loss(tmp_path: Path
 def test_bits_that_depend_on_a_neighbour_are_a_loss(tmp_path: Path, monkeypatch: Any) -> None:
     real, calls = test_tenant_trials.victims_of, count()
     monkeypatch.setattr(test_tenant_trials, "victims_of", lambda *given: [(*one, next(calls)) for one in real(*given)])
-    assert len(notes_of(test_tenant_trials.test_evicted_adapters, 1, tmp_path)) == 1
+    assert len(notes_of(test_tenant_trials.test_overflowing_neighbours, 1, tmp_path)) == test_tenant_trials.VICTIMS
 
 
 def test_drift_leaks_and_growth(tmp_path: Path) -> None:

@@ -82,20 +82,6 @@ def test_loading_neighbours(trial: Trial) -> None:
         compare(trial, *([one[:judged] for one in victims] for victims in found), kind)
 
 
-@sized("isolation", 2, 60, 1_000, seconds=20, tiny=1)
-def test_evicted_adapters(trial: Trial) -> None:
-    """One slot that held an adapter of rank 16, then one of a smaller rank; its bits are those of a new engine."""
-    world = make_world(trial, 8)
-    large = [adapter for number, adapter in enumerate(world.adapters) if number % 4 == 2]
-    small = [number for number in range(len(world.adapters)) if number % 4 != 2]
-    used = world.engine(slots=1)
-    for turn in range(trial.count):
-        wish = Wish(world.wishes(1)[0].prompt, small[turn % len(small)], 6)
-        used.generate([[1, 2, 3]], trial.choose.choice(large), 2)
-        found = [victims_of(engine, world, [wish]) for engine in (used, world.engine(slots=1))]
-        compare(trial, *found, "evicted")
-
-
 @pytest.mark.gpu
 @sized("determinism", 1, 10, 100, seconds=20, tiny=1)
 def test_graphs_and_batch_sizes(trial: Trial) -> None:

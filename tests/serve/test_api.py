@@ -9,6 +9,8 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 
 import punica
 from punica.engine import SamplingParams
+from punica.serve.backend import Metrics
+from punica.serve.stepper import Outcome
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -196,8 +198,11 @@ def test_health_and_metrics(client: Any) -> None:
     assert "tenant" not in text
 
 
-def test_the_description_has_the_version_of_the_package(client: Any) -> None:
-    assert client.get("/openapi.json").json()["info"] == {"title": "punica", "version": punica.__version__}
+def test_times_of_a_result_are_of_its_tokens() -> None:
+    metrics = Metrics()
+    metrics.note_result(Outcome("abc", "length", None, 5, 3, arrival_s=1.0, first_token_s=2.0, last_token_s=5.0))
+    sums = {"first_token_seconds_sum": 1, "request_seconds_sum": 4, "token_seconds_sum": 1.5, "prompt_tokens_total": 5}
+    assert all(f"punica_{name} {value:.1f}\n" in metrics.exposition().decode() for name, value in sums.items())
 
 
 @pytest.mark.parametrize("path", ["health", "version", "metrics", "v1/models", "v1/models/tenant-1", "v1/models/x"])
@@ -205,3 +210,37 @@ def test_head_is_get_without_a_body(client: Any, path: str) -> None:
     whole, head = client.get(f"/{path}"), client.head(f"/{path}")
     assert head.status_code == whole.status_code != 405
     assert (head.headers["content-type"], head.content) == (whole.headers["content-type"], b"")
+
+
+def chunks(client: Any, path: str, options: dict[str, Any], **prompt: Any) -> list[dict[str, Any]]:
+    """Events of one stream of 5 tokens."""
+    body = {"model": "tenant-1", "max_tokens": 5, "ignore_eos": True, "stream": True, "stream_options": options}
+    return events(client.post(path, json={**body, **prompt}))
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "opening"),
+    [
+        ("/v1/completions", {"prompt": [1, 2, 3], "logprobs": 0}, []),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True}, [0]),
+    ],
+    ids=["completions", "chat"],
+)
+def test_every_chunk_has_the_tokens_so_far(client: Any, path: str, prompt: dict[str, Any], opening: list[int]) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    found = [chunk["usage"] for chunk in chunks(client, path, options, **prompt)]
+    assert [usage["completion_tokens"] for usage in found] == [*opening, 1, 2, 3, 4, 5, 5]
+    assert len({usage["prompt_tokens"] for usage in found}) == 1
+    assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in found)
+
+
+@pytest.mark.parametrize("options", [{"continuous_usage_stats": True}, {"include_usage": True}], ids=["no", "end"])
+def test_only_streams_that_have_usage_have_it_in_every_chunk(client: Any, options: dict[str, Any]) -> None:
+    *found, last = [chunk.get("usage") for chunk in chunks(client, "/v1/completions", options, prompt="ab")]
+    assert set(found) == {None}
+    assert (last is not None) == ("include_usage" in options)
+
+
+def test_the_version_is_the_librarys(client: Any) -> None:
+    assert client.get("/version").json() == {"version": punica.__version__}
+    assert client.get("/openapi.json").json()["info"] == {"title": "punica", "version": punica.__version__}

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from punica import __version__, progress
 
@@ -115,15 +114,14 @@ def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> No
         (["--max-body=0"], "--max-body"), (["--adapter", "a=/nowhere"], "--adapter a: '/nowhere' is not a folder"),
         (["--adapter", "a={tiny}"], "has no adapter_config.json"), (["--ray=0"], "--ray"), (["--port=x"], "--port"),
         (["--ray-address=auto"], "--ray-address needs --ray N"), (["--step-timeout=9"], "--step-timeout needs --ray N"),
-        (["--ray=1", "--step-timeout=0"], "--step-timeout"), (["--adapter-rename=a=b="], "a=b= is of no --adapter"),
+        (["--ray=1", "--step-timeout=0"], "--step-timeout"),
         (["--ray=2", "--max-loras=3", "--max-batch-size=4"], "--max-loras 3 is below"), (["--api-key="], "API key"),
         (["--max-model-len=1"], "at least 2"), (["--grace=inf"], "a number, at least 0"), (["--drain=nan"], "--drain"),
         (["--dtype=int8"], "--dtype"), (["@{tiny}/model.safetensors"], "decode"), (["--api-key=ü€"], "Latin-1"),
         (["--adapter", "sql"], "is not NAME=VALUE"), (["--adapter", "sql="], "is not NAME=VALUE"),
-        (["--adapter", "=x"], "is not NAME=VALUE"), (["--adapter-rename", "sql=a"], "is not NAME=OLD=NEW"),
-        (["--adapter-rename", "sql==b"], "is not NAME=OLD=NEW"), (["--ray=2", "without"], "pip install 'punica[clust"),
+        (["--adapter", "=x"], "is not NAME=VALUE"), (["--ray=2", "without"], "pip install 'punica[clust"),
     ],
-    ids=range(27),
+    ids=range(24),
 )  # fmt: skip
 def test_what_is_refused_is_one_line(
     world: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
@@ -172,20 +170,3 @@ def test_several_engines_are_the_factory_of_one_with_a_slot_for_every_request(
         monkeypatch.chdir(world.checkpoint.parent)
         assert (engine.config.max_batch_size, engine.config.max_model_len) == (5, 32)
         assert (None if engine.manager is None else engine.manager.lora_slots) == slots
-
-
-def test_an_adapter_with_other_names_of_tensors_is_renamed(world: Any, tmp_path: Path, alone: Any) -> None:
-    adapter, other = world.adapters[2], tmp_path / "other"
-    shutil.copytree(adapter.absolute_path, other)
-    tensors = load_file(other / "adapter_model.safetensors")
-    save_file(
-        {name.replace("model.layers", "model.visual.text.layers"): one for name, one in tensors.items()},
-        other / "adapter_model.safetensors",
-    )
-    settings, engine = built(
-        str(world.checkpoint), f"--adapter=plain={adapter.absolute_path}", f"--adapter=other={other}",
-        "--adapter-rename=other=visual.=", "--adapter-rename=other=text.=", "--max-batch-size=2",
-    )  # fmt: skip
-    assert [one.weights_mapper for one in settings.adapters] == [None, {"visual.": "", "text.": ""}]
-    found = engine.generate(["hello"] * 2, list(settings.adapters), 8)
-    assert [one.text for one in found] == [alone.generate(["hello"], adapter, 8)[0].text] * 2

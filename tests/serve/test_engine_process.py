@@ -30,7 +30,7 @@ from punica.serve.app import Settings, make_app
 from punica.serve.backend import Call
 from punica.serve.process import EngineProcess, portable, send
 from punica.serve.stepper import EngineStepper
-from tests.serve.engines import Peculiar, builder, ending, plain, refusing, threads
+from tests.serve.engines import Peculiar, builder, ending, refusing, threads
 from tests.serve.world import World, served, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,32 +120,6 @@ def test_orders_that_a_hanging_process_does_not_take_leave_the_event_loop_free(w
     with EngineProcess(builder(world, tmp_path / "failures")) as process:
         assert process._process.pid is not None
         asyncio.run(scenario(process, process._process.pid))
-
-
-def test_the_exit_code_of_a_process_that_ended_is_awaited_beside_the_event_loop(monkeypatch: Any) -> None:
-    async def scenario(process: EngineProcess) -> None:
-        process.start()
-        join, waiting, may_end = process._process.join, threading.Event(), threading.Event()
-
-        def slow(timeout: float | None = None) -> None:
-            waiting.set()
-            assert may_end.wait(60)  # set by the event loop
-            join(timeout)
-
-        monkeypatch.setattr(process._process, "join", slow)
-        process._process.kill()
-        async with asyncio.timeout(60):
-            while not waiting.is_set():
-                await asyncio.sleep(0.01)
-        assert process.health != "ok"
-        late = asyncio.ensure_future(process.retire(1))
-        await asyncio.sleep(0)
-        may_end.set()
-        with pytest.raises(Exception, match="SIGKILL"):
-            await late
-
-    with EngineProcess(plain) as process:
-        asyncio.run(scenario(process))
 
 
 @pytest.mark.parametrize(
@@ -326,16 +300,6 @@ def test_a_signal_to_the_whole_group_lets_answers_end(command_line: Any, number:
     assert not any('"error"' in line for line in found)
     assert server.wait(600) in (0, -number, 130)
     wait_until(lambda: not engine.is_running())
-
-
-@pytest.mark.slow
-def test_a_server_that_is_killed_leaves_no_engine(command_line: Any) -> None:
-    server, engine, url = command_line
-    with httpx2.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, trust_env=False) as answer:
-        lines = answer.iter_lines()  # kept: its end would close the connection
-        next(lines)
-        server.kill()
-        wait_until(lambda: not engine.is_running())
 
 
 @pytest.mark.slow

@@ -141,32 +141,25 @@ def test_values_that_json_has_and_a_parameter_has_not(client: Any, path: str, co
     assert refusal(client.post(f"/v1/{path}", content=content, headers=JSON))["param"] == param
 
 
-NO_JSON = "the body is not JSON: "
 BEGIN = b'{"model": "tiny",\n "prompt": '
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "told"),
     [
-        (BEGIN + b'"a" 1}', f"{NO_JSON}Expecting ',' delimiter at line 2, column 16 (character 33), where '1}}' is"),
-        (BEGIN, f"{NO_JSON}Expecting value at line 2, column 12 (character 29), where the end is"),
-        (BEGIN + b"n" * 99, f"{NO_JSON}Expecting value at line 2, column 12 (character 29), where {'n' * 20!r} is"),
-        (b"model=tiny", f"{NO_JSON}Expecting value at line 1, column 1 (character 0), where 'model=tiny' is"),
-        (BEGIN + b'"gr\xf6\xdfe"}', "the body is not UTF-8: invalid start byte at byte 32 (0xf6)"),
-        (BEGIN + b"[" * 100_000, "the body cannot be read: its lists or objects are nested too deeply"),
-        (BEGIN + b"9" * 5000 + b"}", "the body cannot be read: an integer in it has more than 4300 digits"),
-        (b"[1]", "the body is a list, must be a JSON object"), (b'"a"', "the body is a string, must be a JSON object"),
-        (b"1.5", "the body is a number, must be a JSON object"),
-        (b"true", "the body is a boolean, must be a JSON object"),
-        (b"null", "the body is empty or null, must be a JSON object"),
-        (b"", "the body is empty or null, must be a JSON object"),
+        (BEGIN + b'"a" 1}', ["line 2 column 16", "'1}'"]), (BEGIN, ["line 2 column 12"]),
+        (BEGIN + b"n" * 99, ["line 2 column 12", repr("n" * 20)]), (b"model=tiny", ["line 1 column 1", "'model=tiny'"]),
+        (BEGIN + b'"gr\xf6\xdfe"}', ["0xf6", "32"]), (BEGIN + b"[" * 100_000, ["recursion"]),
+        (BEGIN + b"9" * 5000 + b"}", ["4300 digits"]), (b"[1]", ["is a list"]), (b'"a"', ["is a string"]),
+        (b"1.5", ["is a number"]), (b"true", ["is a boolean"]), (b"null", ["null"]), (b"", ["empty"]),
     ],
     ids=range(13),
 )  # fmt: skip
 @pytest.mark.parametrize("path", ["completions", "unload_lora_adapter"])
-def test_what_of_a_body_cannot_be_read_is_told(client: Any, path: str, content: bytes, message: str) -> None:
+def test_what_of_a_body_cannot_be_read_is_told(client: Any, path: str, content: bytes, told: list[str]) -> None:
     error = refusal(client.post(f"/v1/{path}", content=content, headers=JSON))
-    assert (error["message"], error["param"], error["code"]) == (message, None, None)
+    assert all(part in error["message"] for part in told), error["message"]
+    assert (error["param"], error["code"]) == (None, None)
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])

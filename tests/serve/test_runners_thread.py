@@ -198,15 +198,6 @@ def test_a_runner_that_hangs_is_killed_and_its_requests_continue(
     assert client.get("/health").json() == {"status": "degraded"}
 
 
-def test_an_idle_runner_that_hangs_is_replaced(client: Any, cluster: RayCluster) -> None:
-    cluster._timeouts = Timeouts(step_s=0.1)
-    before = local(cluster, 1).runner
-    local(cluster, 1).hangs = True
-    wait_until(lambda: local(cluster, 1).runner not in (None, before))
-    wait_until(lambda: client.get("/health").json() == {"status": "ok"})
-    assert value_of_losses(client) == 1
-
-
 def test_a_reply_that_is_collected_late_is_no_loss(cluster: RayCluster) -> None:
     cluster._timeouts = Timeouts(step_s=0.01)
     cluster.add_request(Request("r", [1, 2], 3))

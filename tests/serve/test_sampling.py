@@ -54,35 +54,24 @@ def test_parameters_change_the_answer(client: Any) -> None:
     assert len(text(logit_bias={str(END): 100, "65": 90}, min_tokens=3)) == 3
 
 
-def test_choices_have_seeds_of_their_own(client: Any, alone: Any) -> None:
-    body = {"model": "tiny", "prompt": [PROMPT, "x"], "max_tokens": NEW, "n": 2, "seed": 7, "temperature": 1.2}
-    texts = [choice["text"] for choice in client.post("/v1/completions", json=body).json()["choices"]]
-    params = SamplingParams(NEW, temperature=1.2, seed=7, n=2)
-    assert texts == [result.text for result in alone.generate([PROMPT, "x"], None, params)]
-
-
-def test_variables_of_the_chat_template(client: Any, shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = shared[0].codec.tokenizer
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content }}{% if not enable_thinking %}!{% endif %}")
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "ab"}], "max_tokens": 1}
-    counts = [
-        client.post("/v1/chat/completions", json={**body, "chat_template_kwargs": given}).json()["usage"]
-        for given in ({"enable_thinking": True}, {"enable_thinking": False}, {}, None)
-    ]
-    assert [count["prompt_tokens"] for count in counts] == [2, 3, 3, 3]
-
-
-def test_the_name_of_a_speaker_is_a_variable_of_the_message(
-    client: Any, shared: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("template", "messages", "more", "count"),
+    [
+        ("{{ messages[0].content }}{% if not enable_thinking %}!{% endif %}", {}, {"enable_thinking": True}, 2),
+        ("{{ messages[0].content }}{% if not enable_thinking %}!{% endif %}", {}, {"enable_thinking": False}, 3),
+        ("{{ messages[0].content }}{% if not enable_thinking %}!{% endif %}", {}, None, 3),
+        ("{{ messages[0].name | default('') }}.", {"name": "bob"}, {}, 4),
+        ("{{ messages[0].name | default('') }}.", {"name": None}, {}, 1),
+    ],
+    ids=["true", "false", "not given", "speaker", "no speaker"],
+)
+def test_variables_of_the_chat_template(
+    client: Any, shared: Any, monkeypatch: pytest.MonkeyPatch, template: str, messages: Any, more: Any, count: int
 ) -> None:
-    """Frameworks of several agents send it with every message."""
-    monkeypatch.setattr(shared[0].codec.tokenizer, "chat_template", "{{ messages[0].name | default('') }}.")
-    counts = []
-    for name in ("bob", None):
-        messages = [{"role": "user", "content": "ab", "name": name}]
-        body = {"model": "tiny", "messages": messages, "max_tokens": 1}
-        counts.append(client.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"])
-    assert counts == [4, 1]
+    monkeypatch.setattr(shared[0].codec.tokenizer, "chat_template", template)
+    body = {"messages": [{"role": "user", "content": "ab", **messages}], "chat_template_kwargs": more}
+    answer = client.post("/v1/chat/completions", json={"model": "tiny", "max_tokens": 1, **body})
+    assert answer.json()["usage"]["prompt_tokens"] == count
 
 
 def test_negative_seeds_are_seeds_and_minus_one_is_none(client: Any, alone: Any) -> None:

@@ -1,5 +1,6 @@
-"""Strings of tokens that end inside of characters, with their log-probabilities and places."""
+"""Strings of tokens that end inside of characters, with log-probabilities and places; events of streams."""
 
+import json
 from typing import Any
 
 import pytest
@@ -8,7 +9,17 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 
 from punica.engine import SamplingParams
 from punica.engine.text import TextCodec, text_of
-from punica.serve.forms import ChoiceStrings, CompletionForm, TokenStrings
+from punica.serve.forms import (
+    Candidate,
+    ChatForm,
+    ChoiceStrings,
+    CompletionForm,
+    Position,
+    TextEvents,
+    TokenStrings,
+    event,
+    usage,
+)
 from tests.world import END, WORDS, byte_fallback_tokenizer, byte_tokenizer, sentencepiece_tokenizer
 
 
@@ -81,3 +92,26 @@ def test_parts_of_characters_are_named_and_placed_as_by_openai() -> None:
     assert text_of(codec, tokens) == "a€b\ufffdé!"
     assert form["text_offset"] == [0, 1, 1, 1, 2, 3, 3, 3, 4, 4, 5]
     assert [next(iter(top)) for top in form["top_logprobs"]] == form["tokens"]
+
+
+@pytest.mark.parametrize("form", [CompletionForm(), ChatForm()], ids=["completion", "chat"])
+@pytest.mark.parametrize("extra", [{}, {"usage": None}], ids=["plain", "usage"])
+def test_an_event_is_its_object_encoded_whole(form: Any, extra: dict[str, Any]) -> None:
+    head: dict[str, Any] = {"id": "x", "model": 'a"", ""', **extra}
+    events = TextEvents(form, head)
+
+    def check(index: int, text: str, logprobs: Any = None, reason: str | None = None) -> None:
+        found = events.of(index, text, logprobs, reason)
+        assert found == event({**head, "choices": [form.delta(index, text, logprobs, reason)]})
+        assert json.loads(found.removeprefix(b"data: "))["model"] == head["model"]
+
+    for index, text in [(0, "a"), (1, '"" \\ \n\x00'), (0, "größe ☃ 𝄞"), (11, "</s>"), (1, "")]:
+        check(index, text)
+    check(1, "", reason="stop")
+    check(0, "a", form.logprobs([Position(0, [Candidate("a", -1.0, b"a", "a")])], 1))
+    if extra:
+        for count in range(3):
+            head = {**head, "usage": usage(5, count)}
+            events.set_usage(usage(5, count))
+            check(0, "a")
+            check(0, "b")

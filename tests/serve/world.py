@@ -9,11 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-import transformers
 from fastapi import FastAPI
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine
@@ -21,12 +19,12 @@ from punica.serve.app import Settings, make_app
 from punica.serve.backend import Metrics, SteppingThread
 from punica.serve.server import Server, listen
 from punica.serve.stepper import EngineStepper
-from tests.world import CHAT, END, VOCAB, save_tokenizer
+from tests.world import CHAT, END, VOCAB, byte_tokenizer, write_backbone
 
-CONFIG = LlamaConfig(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-    vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.2, eos_token_id=END, bos_token_id=None,
-)  # fmt: skip
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCAB, "max_position_embeddings": 256,
+    "initializer_range": 0.2, "eos_token_id": END, "bos_token_id": None,
+}  # fmt: skip
 
 
 class EngineThread(SteppingThread):
@@ -57,28 +55,20 @@ class World:
 
 def make_world(home: Path, count: int, words: bool = False) -> World:
     """Write the checkpoint and ``count`` adapters; with ``words`` its text tells every token."""
-    checkpoint = home / "tiny"
-    torch.manual_seed(3)
-    model = transformers.LlamaForCausalLM(CONFIG)
-    model.generation_config = GenerationConfig(eos_token_id=END)
-    model.save_pretrained(checkpoint)
-    if words:
-        word_tokenizer().save_pretrained(checkpoint)
-    else:
-        save_tokenizer(checkpoint)
-    folders = [
-        write_random_adapter(home / "adapters" / f"tenant-{number}", CONFIG, rank=1 + number % 8, seed=number)
-        for number in range(count)
-    ]
-    adapters = [LoRARequest(folder.name, number, str(folder)) for number, folder in enumerate(folders, start=1)]
-    return World(checkpoint, adapters)
+    tokenizer = word_tokenizer() if words else byte_tokenizer()
+    made, adapters = write_backbone(home / "tiny", {}, tokenizer, seed=3, **SIZES), []
+    for number in range(count):
+        folder = home / "adapters" / f"tenant-{number}"
+        write_random_adapter(folder, made.config, rank=1 + number % 8, seed=number)
+        adapters.append(LoRARequest(folder.name, number + 1, str(folder)))
+    return World(made.folder, adapters)
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """Token ``n`` is the word ``wn``; the last one ends a text."""
     tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(END)}, "w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<s>", "</s>"][1:])
+    tokenizer.add_special_tokens(["</s>"])
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
     made.chat_template = CHAT
     return made
