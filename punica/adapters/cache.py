@@ -195,7 +195,7 @@ class AdapterCache:
             loaded.superseded = True
         is_inactive = loaded.slot is None
         if is_inactive:
-            self._check_slots([adapter_id], self._registered.pinned - (set() if loaded.superseded else {adapter_id}))
+            self._check_slots([adapter_id], self._registered.pinned)
             if None not in self._slots:
                 self._active.remove_oldest()
             slot = self._slots.index(None)

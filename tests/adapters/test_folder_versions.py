@@ -91,6 +91,25 @@ def test_no_folder_stands_in_for_a_model_that_was_evicted(make_manager, tenants)
     manager.set_active_adapters([tenants.request(1)], decode(1))
 
 
+def test_requests_keep_the_version_that_they_began_with_when_another_is_expected(make_manager, tenants) -> None:
+    """As another runner's load says it: the folder is served in that version alone, once it is there."""
+    manager, other = make_manager(max_loras=2), make_manager()
+    tenants.write(1, adapter_tensors(1))
+    request = tenants.request(1)
+    manager.add_adapter(request)
+    held = manager.hold(1)
+    rewrite(tenants, "number")
+    other.add_adapter(request)
+    source, version = other.folder_versions()[1]
+    manager.expect_version(request, version)
+    assert (source, manager.folder_versions()[1]) == (request.source, (request.source, version))
+    assert (manager.get_adapter(1), held.slot, held.key) == (None, 0, held)
+    manager.add_adapter(request)
+    assert manager.lora_index_to_id == [None, 1]
+    manager.release(held)
+    assert manager.active_versions() == [manager.loaded(1)]
+
+
 @pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_files_of_two_versions_are_not_mixed(make_manager, tenants, monkeypatch, file, when) -> None:
