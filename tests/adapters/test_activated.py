@@ -116,19 +116,18 @@ def test_what_is_refused_at_the_load(world, tmp_path, changes, error, message) -
     assert ours.manager.list_adapters() == {}
 
 
-@pytest.mark.parametrize("fields", [{"target_modules": ["embed_tokens"]}, {"velora_config": peft.VeloraConfig()},
-                                    {"init_lora_weights": "mica"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [{"target_modules": ["embed_tokens"]}, {"velora_config": peft.VeloraConfig()}, {"init_lora_weights": "mica"}],
+    ids=str,
+)
 def test_peft_refuses_these_combinations_too(fields) -> None:
+    config = lora_config(alora_invocation_tokens=[5], **fields)
     with pytest.raises(ValueError, match="unsupported variant combination"):
-        peft_model(hugging_face_model(), {"one": lora_config(alora_invocation_tokens=[5], **fields)})
-
-
-def test_an_embedding_is_refused() -> None:
-    names = ("model.embed_tokens.lora_embedding_A", "model.embed_tokens.lora_embedding_B")
-    tensors = dict(zip(names, (torch.ones(4, 50), torch.ones(6, 4)), strict=True))
-    helper = PEFTHelper.from_dict(peft_config(alora_invocation_tokens=[5]))
-    with pytest.raises(ValueError, match="embedding"):
-        LoRAModel.from_lora_tensors(1, tensors, helper)
+        peft_model(hugging_face_model(), {"one": config})
+    tensors = {f"embed_tokens.lora_embedding_{side}": torch.ones(4, 4) for side in "AB"}
+    with pytest.raises(ValueError, match="do not go together"):
+        LoRAModel.from_lora_tensors(1, tensors, PEFTHelper.from_dict(config.to_dict()))
 
 
 def loaded(manager: LoRAModelManager, request: LoRARequest) -> LoRAModel:

@@ -1,6 +1,5 @@
 """The least recently used cache with pins, by itself."""
 
-import random
 
 import pytest
 
@@ -32,6 +31,20 @@ def test_an_entry_without_room_changes_nothing():
     assert order(cache) == "bcd"
 
 
+def test_the_order_is_that_of_use():
+    cache = filled("a", "b", "c")
+    uses = cache.uses
+    assert (cache.peek("a"), order(cache), cache.uses) == (0, "abc", uses)
+    assert (cache.get("a"), order(cache)) == (0, "bca")
+    cache.touch("b")
+    cache.put("c", 5)
+    assert order(cache) == "abc"
+    cache.pin("a")
+    assert cache.remove_oldest() == ("b", 1)
+    assert (cache.pinned, cache.unpin("a"), cache.remove_oldest()) == ({"a"}, True, ("a", 0))
+    assert cache.uses > uses
+
+
 def test_callback_sees_every_entry_that_left():
     left: list[tuple[str, int, bool]] = []
     cache: LRUCache[str, int] = LRUCache(2, lambda key, value: left.append((key, value, key in cache)))
@@ -48,53 +61,10 @@ def test_absent_keys_and_an_empty_cache():
     cache = filled("a")
     with pytest.raises(KeyError):
         cache.touch("x")
+    assert (cache.get("x"), cache.pop("x"), cache.peek("x", 7)) == (None, None, 7)
     with pytest.raises(ValueError, match=r"cannot pin 'x'.*\['a'\]"):
         cache.pin("x")
     assert cache.unpin("x") is False
     cache.pop("a")
     with pytest.raises(KeyError, match="empty"):
         cache.remove_oldest()
-
-
-@pytest.mark.parametrize(("capacity", "seed"), [(1, 0), (2, 0), (2, 1), (5, 0)])
-def test_random_operations_against_a_list(capacity, seed):
-    """The model: a list of [key, value] in order of use, a set of pins."""
-    choose = random.Random(100 * capacity + seed)
-    cache: LRUCache[int, int] = LRUCache(capacity)
-    entries: list[list[int]] = []
-    pins: set[int] = set()
-    for step in range(400):
-        key = choose.randint(1, capacity + 2)
-        operation = choose.choice(["put", "put", "get", "pop", "pin", "unpin", "evict"])
-        known = next((entry for entry in entries if entry[0] == key), None)
-        free = [entry for entry in entries if entry[0] not in pins]
-        if operation == "put":
-            if known is None and len(entries) == capacity and not free:
-                with pytest.raises(RuntimeError, match="pinned"):
-                    cache.put(key, step)
-            else:
-                cache.put(key, step)
-                if known is not None:
-                    entries.remove(known)
-                elif len(entries) == capacity:
-                    entries.remove(free[0])
-                entries.append([key, step])
-        elif operation == "get":
-            assert cache.get(key) == (None if known is None else known[1])
-            if known is not None:
-                entries.append(entries.pop(entries.index(known)))
-        elif operation == "pop":
-            assert cache.pop(key) == (None if known is None else known[1])
-            pins.discard(key)
-            entries = [entry for entry in entries if entry is not known]
-        elif operation == "pin" and known is not None:
-            cache.pin(key)
-            pins.add(key)
-        elif operation == "unpin":
-            assert cache.unpin(key) is (key in pins)
-            pins.discard(key)
-        elif operation == "evict" and free:
-            assert cache.remove_oldest() == tuple(free[0])
-            entries.remove(free[0])
-        assert cache.items() == [tuple(entry) for entry in entries]
-        assert cache.pinned == pins

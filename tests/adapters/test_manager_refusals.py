@@ -49,30 +49,6 @@ def test_a_bad_folder_changes_nothing(make_manager, tenants, case):
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "error"),
-    [
-        ("adapter_config.json", b"{", ValueError),
-        ("adapter_config.json", None, FileNotFoundError),
-        ("adapter_model.safetensors", b"", ValueError),
-        ("adapter_model.safetensors", None, FileNotFoundError),
-    ],
-    ids=["bad JSON", "no config", "empty file", "no weights"],
-)
-def test_a_damaged_folder_changes_nothing(make_manager, tenants, file, content, error):
-    manager = full_manager(make_manager, tenants)
-    target = tenants.write(3) / file
-    target.unlink()
-    if content is not None:
-        target.write_bytes(content)
-    before = snapshot(manager)
-    with pytest.raises(error, match=f"tenant 3.*{file}"):
-        manager.add_adapter(tenants.request(3))
-    with pytest.raises(FileNotFoundError, match=r"tenant 4.*does not exist"):
-        manager.add_adapter(tenants.request(4))
-    assert_unchanged(manager, before)
-
-
-@pytest.mark.parametrize(
     ("loras", "error", "message"),
     [
         ({}, ValueError, "no modules"),

@@ -10,12 +10,11 @@ import peft
 import pytest
 import torch
 import transformers
-from managed_world import MAX_RANK, VOCAB, Ours
+from managed_world import VOCAB, Ours
 from peft_world import ADAPTERS, SEVEN, hugging_face_model, lora_config, peft_model, reference_logits, round_to_bfloat16
 from safetensors.torch import load_file
 
 from punica.adapters import LoRAModel, PEFTHelper, random_adapter, write_random_adapter
-from punica.config import LoRAConfig
 
 pytestmark = [  # said by PEFT and Transformers
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
@@ -115,34 +114,6 @@ def test_settings_without_effect_on_these_layers_are_served_as_peft_does(tmp_pat
     theirs = reference_logits(model, PROMPTS[:1], adapter_names=["one"])
     ours = Ours(tmp_path, {"one": tmp_path / "one"})
     assert largest_difference(ours.logits(PROMPTS[:1], ["one"]), theirs) < 1e-4
-
-
-def lora_layers(library: Library, name: str) -> dict[str, Any]:
-    return {
-        module.removeprefix("base_model.model."): layer
-        for module, layer in library.model.named_modules()
-        if isinstance(layer, peft.tuners.lora.LoraLayer) and name in layer.r
-    }
-
-
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_tensors_ranks_and_scalings_as_peft_has_them(library, name):
-    helper = PEFTHelper.from_local_dir(library.adapters[name])
-    helper.validate_legal(LoRAConfig(max_lora_rank=MAX_RANK))
-    expected = [*SEVEN, "embed_tokens", "lm_head"]
-    model = LoRAModel.from_local_checkpoint(library.adapters[name], expected, helper, model_vocab_size=VOCAB)
-    layers = lora_layers(library, name)
-    assert set(model.loras) == set(layers)
-    for module, layer in layers.items():
-        weights = model.get_lora(module)
-        embedding = name in layer.lora_embedding_A
-        a = layer.lora_embedding_A[name] if embedding else layer.lora_A[name].weight
-        b = layer.lora_embedding_B[name] if embedding else layer.lora_B[name].weight
-        assert weights.lora_a.dtype == (torch.bfloat16 if name == "all-linear" else torch.float32)
-        assert torch.equal(weights.lora_a.float(), a)
-        assert torch.equal(weights.lora_b.float(), b)
-        assert (weights.rank, weights.lora_alpha) == (layer.r[name], layer.lora_alpha[name])
-        assert weights.scaling == pytest.approx(layer.scaling[name], rel=1e-12)
 
 
 def llama_config() -> transformers.LlamaConfig:

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from adapter_world import VOCAB, DenseModel, PackedModel, adapter, decode, tree
+from adapter_world import VOCAB, PackedModel, adapter, decode, tree
 
 from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager
 from punica.config import LoRAConfig
@@ -14,16 +14,6 @@ pytestmark = pytest.mark.gpu
 
 WIDTH = 2048
 LONG = 400_000_000  # clock cycles: about 0.2 s, far longer than any copy here
-
-
-@pytest.fixture
-def gpu_manager(dense: DenseModel):
-    def build(**config: object) -> LoRAModelManager:
-        with torch.device("cuda"):
-            model = PackedModel(dense.to("cuda"))
-        return LoRAModelManager(model, 8, 64, VOCAB, LoRAConfig(**{"max_lora_rank": 8, **config}), "cuda")
-
-    return build
 
 
 def wide_manager(max_loras: int, max_cpu_loras: int) -> LoRAModelManager:
@@ -162,8 +152,10 @@ def test_the_source_outlives_its_adapter():
     del junk  # held until here, or its memory would be handed out again
 
 
-def test_registered_adapters_are_page_locked_and_counted(gpu_manager):
-    manager = gpu_manager(max_loras=2)
+def test_registered_adapters_are_page_locked_and_counted(dense):
+    with torch.device("cuda"):
+        model = PackedModel(dense.to("cuda"))
+    manager = LoRAModelManager(model, 8, 64, VOCAB, LoRAConfig(max_lora_rank=8, max_loras=2), "cuda")
     manager.add_adapter(adapter(1))
     weights = manager.get_adapter(1).get_lora("model.layers.0.self_attn.o_proj")
     assert weights.lora_a.is_pinned()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adapter_world import LAYERS, VOCAB, PackedModel, Tenants, decode, tree
+from adapter_world import LAYERS, VOCAB, Tenants, decode, tree
 from torch import Tensor, nn
 
 from punica.adapters import LoRAModelManager, is_in_target_modules
@@ -79,17 +79,6 @@ def test_layer_without_lora_class_leaves_the_model_alone():
     with pytest.raises(ValueError, match=r"'strange' of class QKVParallelLinear \(packed parts.*max_loras=1"):
         manage(model)
     assert type(model.proj) is ReplicatedLinear
-
-
-@pytest.mark.parametrize(
-    ("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16), (torch.float16, torch.float16)]
-)
-def test_dtype_of_the_slots(dense, dtype, expected):
-    config = LoRAConfig(lora_dtype=dtype)
-    manager = LoRAModelManager(PackedModel(dense), 4, 16, VOCAB, config, "cpu")
-    assert {a.dtype for layer in manager.modules.values() for a in layer.lora_a_stacked} == {expected}
-    assert manager.lora_config.lora_dtype == expected
-    assert config.lora_dtype == dtype
 
 
 WIDTH, HEIGHT, IDS, RANK = 6, 8, 21, 4
