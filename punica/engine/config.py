@@ -274,6 +274,8 @@ def cache_for(
     ValueError: it does not, or a new one and the adapter slots do not fit the free memory together.
     """
     weight = model.lm_head.weight
+    if cache is not None and config.prefix_cache:
+        raise ValueError("prefix_cache=True needs a KV cache that no other engine writes; leave out cache")
     if cache is None:
         need = Need(
             f"a KV cache of {config.total_blocks} blocks of {config.block_size} tokens",

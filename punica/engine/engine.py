@@ -108,7 +108,9 @@ class Engine(Generation):
         if lora_config is not None:
             rows = max_step_rows(config)
             self.manager = LoRAModelManager(model, config.max_batch_size, rows, self.vocab_size, lora_config, device)
-            self._residency = AdapterResidency(self.manager, reads_beside=alone and device.type == "cuda")
+            if config.adapter_index_rule == "per_request":
+                self.manager.accept_activated_lora()
+            self._residency = AdapterResidency(self.manager, alone and device.type == "cuda", config.prefix_cache)
         set_batch_invariant(layers, config.batch_invariant)
         self.blocks = blocks_for(config)
         self.runner = ModelRunner(model, cache, self.manager, config)
@@ -159,9 +161,7 @@ class Engine(Generation):
                 8192, and what the cache holds.
             memory_fraction: fraction of the memory free after loading weights for slots and cache; less on a GPU if
                 CUDA graphs would not fit beside them.
-            max_batch_size, block_size, num_blocks, fp8_kv_cache, cuda_graphs, batch_invariant, prefill_chunk,
-                prefix_cache, adapter_templates, seed: as in :class:`EngineConfig`; ``num_blocks=None``: a full batch at
-                full length, or what fits.
+            max_batch_size to seed: as in :class:`EngineConfig`; ``num_blocks=None``: full length for all, or what fits.
             warm_up: as in :class:`Engine`.
             lora: fields of a :class:`LoRAConfig`. Defaults: ``max_lora_rank`` of the widest adapter, ``max_loras`` the
                 number of adapters, at most ``max_batch_size + 1``. Without adapters and fields: no LoRA layers.

@@ -34,10 +34,10 @@ class FolderReaders:
     ``readings``: futures of adapters by request; requests for one folder and id share one.
     """
 
-    def __init__(self, manager: LoRAModelManager) -> None:
+    def __init__(self, manager: LoRAModelManager, *, digests: bool = False) -> None:
         self.readings: dict[str, Future[LoRAModel]] = {}
         self._adapters: dict[str, LoRARequest] = {}  # of those requests
-        self._manager = manager
+        self._manager, self._digests = manager, digests
         self._pool = ThreadPoolExecutor(READERS, "punica-adapters", compute_alone)
 
     @property
@@ -53,7 +53,13 @@ class FolderReaders:
 
     def read(self, adapter: LoRARequest) -> Future[LoRAModel]:
         """Begin a reading that no request waits for, from any thread."""
-        return self._pool.submit(self._manager.read_adapter, adapter)
+        return self._pool.submit(self._read, adapter)
+
+    def _read(self, adapter: LoRARequest) -> LoRAModel:
+        found = self._manager.read_adapter(adapter)
+        if self._digests:
+            found.content_hash()  # it is kept
+        return found
 
     def find(self, request_id: str, adapter: LoRARequest) -> Future[LoRAModel] | None:
         """Return the reading that the request waits for, or another one for the same adapter, unless that failed: its
@@ -89,12 +95,13 @@ class AdapterResidency:
 
     With ``reads_beside``, for one rank and a device that computes meanwhile, folders are read by threads: a request
     whose adapter is not in host memory waits in the queue while others run, and the next in the queue are read too, up
-    to ``READERS`` unused ones. Only a folder's reload is read between two steps.
+    to ``READERS`` unused ones. Only a folder's reload is read between two steps. ``digests``: the threads compute the
+    digests of adapters, for a prefix cache.
     """
 
-    def __init__(self, manager: LoRAModelManager, *, reads_beside: bool = False) -> None:
+    def __init__(self, manager: LoRAModelManager, reads_beside: bool = False, digests: bool = False) -> None:
         self.manager = manager
-        self._reads_beside, self._readers = reads_beside, FolderReaders(manager)
+        self._reads_beside, self._readers = reads_beside, FolderReaders(manager, digests=digests)
         self._waiting: dict[str, RequestState] = {}  # requests that have not begun, in order of arrival
         self._users: dict[int, dict[str, RequestState]] = {}  # unfinished requests of each id, in order of arrival
         self._prefetched: str | None = None  # the waiting request that was last tried
@@ -201,8 +208,8 @@ class AdapterResidency:
     def prefix_key(self, request: RequestState, waits: bool) -> PrefixKey | None:
         """Return what decides the keys and values of a request; ``None`` if its weights are not known yet.
 
-        ``waits``: for threads that read its folder. Of several ranks, each would have to agree on errors of a reading:
-        they know the weights of adapters in host memory alone.
+        ``waits``: for the thread that reads its folder. Several ranks, which have to agree on errors of a reading, know
+        only adapters in host memory.
         """
         adapter, base = request.adapter, PrefixKey.of_base(request)
         if not isinstance(adapter, LoRARequest):
@@ -217,7 +224,7 @@ class AdapterResidency:
             return None
         else:
             reading = self._readers.begin(request.request_id, adapter)
-            if not (waits or reading.done()) or reading.exception() is not None:
+            if (self._reads_beside and not waits and not reading.done()) or reading.exception() is not None:
                 return None
             lora = reading.result()
         start = _activation_of(request, lora)

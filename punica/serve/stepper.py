@@ -273,7 +273,7 @@ class EngineStepper(Stepper):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._manager = cast(LoRAModelManager, engine.manager)
-        self._readers = FolderReaders(self._manager)
+        self._readers = FolderReaders(self._manager, digests=engine.config.prefix_cache)
         places, has_lora = engine.config.max_batch_size, engine.manager is not None
         self.facts = EngineFacts(engine.codec, engine.defaults, engine.max_model_len, places, has_lora)
 

@@ -1,0 +1,164 @@
+"""Activated LoRA in the engine, with the PEFT library in float32 as the oracle of tokens and log-probabilities."""
+
+import json
+from random import Random
+
+import peft
+import pytest
+import torch
+import transformers
+
+from punica.adapters import LoRARequest, write_random_adapter
+from punica.engine import Engine, Request
+from punica.engine.runner import ModelRunner
+from punica.scheduling import SamplingParams
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+INVOCATIONS = {11: (5, 6), 12: (7,), 13: (8, 8, 9)}
+CONTEXT = tuple(range(100, 137))
+
+
+class Oracle:
+    """PEFT's generation with each of three activated adapters, with a plain one, and without."""
+
+    def __init__(self, backbone, folder) -> None:
+        self.adapters = {1: backbone.adapters[1], 4: backbone.adapters[4]}
+        for number, invocation in INVOCATIONS.items():
+            path = write_random_adapter(folder / str(number), backbone.config, 4, number)
+            config = json.loads((path / "adapter_config.json").read_text())
+            (path / "adapter_config.json").write_text(json.dumps(config | {"alora_invocation_tokens": invocation}))
+            self.adapters[number] = LoRARequest(f"activated-{number}", number, str(path))
+        base = transformers.LlamaForCausalLM.from_pretrained(backbone.folder).eval()
+        self._models = {0: base}
+        for number, adapter in self.adapters.items():
+            own = transformers.LlamaForCausalLM.from_pretrained(backbone.folder).eval()
+            self._models[number] = peft.PeftModel.from_pretrained(own, adapter.lora_path)
+        self._known: dict[tuple, tuple] = {}
+
+    def generate(self, prompt: tuple[int, ...], number: int, new: int) -> tuple[list[int], list[float]]:
+        key = prompt, number, new
+        if key not in self._known:
+            options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            with torch.inference_mode():
+                made = self._models[number].generate(
+                    input_ids=torch.tensor([prompt]), output_logits=True, return_dict_in_generate=True, **options
+                )
+            tokens = made.sequences[0, len(prompt) :].tolist()
+            rows = [row[0].log_softmax(-1) for row in made.logits]
+            self._known[key] = tokens, [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+        return self._known[key]
+
+
+@pytest.fixture(scope="module")
+def oracle(backbone, tmp_path_factory) -> Oracle:
+    return Oracle(backbone, tmp_path_factory.mktemp("activated"))
+
+
+def check(oracle: Oracle, engine: Engine, *wishes: tuple[tuple[int, ...], int, int]) -> list:
+    """Serve wishes (prompt, adapter, new tokens) together; compare with PEFT; return the statistics of the steps."""
+    states, steps = [], []
+    for place, (prompt, number, new) in enumerate(wishes):
+        adapter = oracle.adapters.get(number)
+        states.append(engine.add_request(Request(str(place), prompt, SamplingParams(new, logprobs=0), adapter)))
+    while engine.has_unfinished():
+        steps.append(engine.step().statistics)
+    for state, wish in zip(states, wishes, strict=True):
+        tokens, logprobs = oracle.generate(*wish)
+        assert (state.error, state.output_token_ids) == (None, tokens)
+        found = [one[token] for one, token in zip(state.logprobs, tokens, strict=True)]
+        assert found == pytest.approx(logprobs, abs=2e-4)
+    return steps
+
+
+def test_the_oracle_tells_a_beginning_from_the_whole(oracle) -> None:
+    prompt = (*CONTEXT, *INVOCATIONS[11], 3, 4)
+    outputs = {tuple(oracle.generate(prompt, number, 8)[0]) for number in (0, 1, 11, 12)}
+    assert len(outputs) == 3, "12 has no occurrence: it is the base"
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 7, 38])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_two_adapters_beside_the_base(backbone, oracle, monkeypatch, chunk, ahead) -> None:
+    """An occurrence at the end, at the beginning, twice, none, and one that is generated only; 38: cut inside of it."""
+    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
+    sizes = {} if chunk is None else {"admission": "chunked", "prefill_chunk": chunk}
+    wishes = [
+        ((*CONTEXT, 5, 6), 11, 6), ((*CONTEXT, 7, 1, 2), 12, 6), (CONTEXT, 0, 6), ((5, 6, *CONTEXT[:9]), 11, 6),
+        ((5, 6, 1, 5, 6, 2), 11, 6), (CONTEXT[:20], 11, 6), ((*CONTEXT[:8], 8, 8, 9), 13, 6), (CONTEXT[:9], 4, 6),
+    ]  # fmt: skip
+    check(oracle, backbone.engine(**sizes), *wishes)
+
+
+def test_an_invocation_that_is_generated_does_not_activate(backbone, oracle) -> None:
+    """Nor where the request is preempted and computed again with its output."""
+    prompt = CONTEXT[:5]
+    tokens, _ = oracle.generate(prompt, 0, 8)
+    engine = backbone.engine(block_size=2, num_blocks=14)
+    state = engine.add_request(Request("a", prompt, 8, oracle.adapters[11]))
+    engine.step()
+    engine.forget_next()
+    engine.scheduler.preempt(state)
+    while engine.has_unfinished():
+        engine.step()
+    assert state.output_token_ids == tokens
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_prefix_of_the_base_serves_16_adapters_and_is_held_once(
+    backbone, oracle, monkeypatch, tmp_path, ahead
+) -> None:
+    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
+    engine = backbone.engine("fcfs_many", prefix_cache=True, block_size=4, max_batch_size=16, num_blocks=100)
+    check(oracle, engine, (CONTEXT, 0, 1))
+    adapters = []
+    for number in range(20, 36):
+        path = write_random_adapter(tmp_path / str(number), backbone.config, 4, number)
+        config = json.loads((path / "adapter_config.json").read_text())
+        (path / "adapter_config.json").write_text(json.dumps(config | {"alora_invocation_tokens": [5]}))
+        adapters.append(LoRARequest(f"a{number}", number, str(path)))
+    prompt = (*CONTEXT[:36], 5, 6)
+    states = [engine.add_request(Request(a.lora_name, prompt, 4, a)) for a in adapters]
+    output = engine.step()
+    assert output.statistics.num_hit_tokens == 16 * 36
+    assert output.statistics.num_prefill_tokens == 16 * 2
+    in_use = engine.blocks.num_blocks - engine.blocks.num_free
+    assert in_use == 9 + 16, "one copy of the prefix, and a block each"
+    while engine.has_unfinished():
+        engine.step()
+    assert len({tuple(state.output_token_ids) for state in states}) > 8
+    steps = check(
+        oracle, engine, ((*CONTEXT[:36], 5, 6), 11, 5), ((*CONTEXT[:33], 7), 12, 5), ((*CONTEXT[:36], 5), 1, 5)
+    )
+    assert sum(step.num_hit_tokens for step in steps) == 36 + 32, "a plain adapter has its own prefix"
+
+
+def scenario(backbone, oracle, monkeypatch, seed: int) -> None:
+    """Requests with shared beginnings, invocations anywhere, turns of a chat, few blocks, chunks and cache or not."""
+    chance = Random(seed)
+    monkeypatch.setattr(ModelRunner, "works_ahead", chance.random() < 0.5)
+    sizes = {"block_size": chance.choice((1, 3, 4)), "max_batch_size": 4, "max_loras": chance.choice((2, 5))}
+    sizes |= {"num_blocks": 72 // sizes["block_size"]} if chance.random() < 0.5 else {}
+    if chance.random() < 0.7:
+        sizes |= {"admission": "chunked", "prefill_chunk": chance.choice((1, 2, 5, 16))}
+    engine = backbone.engine(prefix_cache=chance.random() < 0.8, **sizes)
+    for _ in range(2):
+        wishes = []
+        for _ in range(4):
+            number = chance.choice((0, 1, 4, 11, 12, 13))
+            prompt = [*CONTEXT[: chance.randint(1, 20)]]
+            for _ in range(chance.randint(0, 2)):
+                prompt += [*chance.choice(list(INVOCATIONS.values())), *CONTEXT[: chance.randint(0, 6)]]
+            wishes.append((tuple(prompt), number, chance.randint(1, 6)))
+        check(oracle, engine, *wishes)
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_scenarios(backbone, oracle, monkeypatch, seed) -> None:
+    scenario(backbone, oracle, monkeypatch, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6, 60))
+def test_more_scenarios(backbone, oracle, monkeypatch, seed) -> None:
+    scenario(backbone, oracle, monkeypatch, seed)
