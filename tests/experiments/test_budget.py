@@ -9,7 +9,6 @@ from fakes import GRID, NAME, Fake, composed
 
 from experiments.harness import budget as budget_module
 from experiments.harness.budget import GRACE, Deadline, OutOfTime, stopped_after
-from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
 from experiments.measure.records import read_rows
 
@@ -95,27 +94,6 @@ def test_the_time_left_is_shared_out_to_later_figures(minutes, takes):
     for name, share, seconds in takes:
         assert deadline.budget(name).left == share
         now.now += seconds
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("factor", [1.0, 3.0])
-def test_every_figure_has_rows_in_time(tmp_path, on, factor):
-    minutes = {one.name: composed(tmp_path, name=one.name).figure.minutes for one in experiments()}
-    shares = {name: by_scale["laptop"] for name, by_scale in minutes.items() if "laptop" in by_scale}
-    found = reproduce(tmp_path, on(factor), shares, lambda name: 60 * shares[name] / COST)
-    left_out = sum(outcome.left_out for outcome in found.values())
-    assert left_out == 0 if factor == 1 else left_out >= 12 * len(found) * (1 - 1.1 / factor)
-    for outcome in found.values():
-        rows = [row for row in read_rows(outcome.rows_file) if row.statistic == "median"]
-        assert (outcome.measured, outcome.left_out, outcome.failed) == (len(rows), 12 - len(rows), [])
-        assert {row.repeat for row in rows} == set(range(1 + max(row.repeat for row in rows)))
-
-
-def test_a_machine_ten_times_slower_keeps_its_first_passes(tmp_path, on):
-    """Where a share has room for ten measurements instead of a hundred."""
-    found = reproduce(tmp_path, on(10.0), dict.fromkeys("abc", 1.0), lambda name: 60 / 100)
-    assert all(outcome.measured >= 4 for outcome in found.values())
-    assert all(outcome.measured + outcome.left_out == 12 for outcome in found.values())
 
 
 def test_one_figure_whose_second_point_is_endless_does_not_starve_the_others(tmp_path, on):

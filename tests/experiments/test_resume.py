@@ -1,9 +1,8 @@
 """Runs: what is on disk is skipped, what is stale is measured again, what is finished stays."""
 
-from dataclasses import replace
 
 import pytest
-from fakes import NAME, QUIET, Fake, composed, rows_of
+from fakes import NAME, Fake, composed, rows_of
 
 from experiments.harness.command import or_exit
 from experiments.harness.resume import run
@@ -81,22 +80,6 @@ def test_a_wrong_result_has_no_row_and_loses_those_it_had(tmp_path, words):
     assert "off by one" in failed
 
 
-def test_marked_rows_are_measured_again_by_the_next_run_and_the_quieter_stays(tmp_path, machine):
-    busy = replace(QUIET, disturbed=True, other_cpu=0.25)
-    machine.script = [QUIET, busy]
-    assert again(tmp_path)[1].disturbed == 1
-    second = [("Distinct", 2)]
-    for share, measured, marks in (
-        (0.5, second, {0.25}),
-        (0.1, second, {0.1}),
-        (None, second, set()),
-        (None, [], set()),
-    ):
-        machine.script = [QUIET if share is None else replace(busy, other_cpu=share)]
-        assert again(tmp_path)[0] == measured
-        assert {row.other_cpu for row in rows_of(tmp_path) if row.disturbed} == marks
-
-
 def test_rows_carry_their_provenance(tmp_path, rows):
     row = rows_of(tmp_path)[0]
     assert (row.figure, row.panel, row.system, row.hardware) == ("8", "Distinct", "SGMV", "cpu")
@@ -110,11 +93,3 @@ def test_a_corrupt_rows_file_stops_before_measuring_and_is_not_touched(tmp_path,
     with pytest.raises(RowsError, match=r"line 2: value is 'two'.*delete"):
         again(tmp_path, "force=true")
     assert rows.read_text() == damaged
-
-
-def test_an_unwritable_folder_stops_before_measuring(tmp_path):
-    (tmp_path / "cpu").write_text("a file in the way")
-    fake = Fake()
-    with pytest.raises(RowsError, match=r"cannot write in .*paths\.outputs="):
-        run(composed(tmp_path, *GRID), fake)
-    assert fake.measured == []

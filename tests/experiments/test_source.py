@@ -12,10 +12,7 @@ from experiments.harness.counted import frame_of
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
-from experiments.measure.records import read_rows, write_rows
 from experiments.report import ages
-from experiments.report.machines import machine_of
-from experiments.report.results import write_results
 from tests.experiments.report.report_rows import decode_rows
 
 FILES = {
@@ -138,27 +135,6 @@ def test_rows_of_other_code_are_measured_again_and_replaced(tmp_path, monkeypatc
     assert run(composed(tmp_path, *GRID, "scale.passes=1"), Fake()).measured == 2
     assert {row.source_hash for row in rows_of(tmp_path)} == {"0" * 12}
     assert run(composed(tmp_path, *GRID, "scale.passes=1"), Fake()).skipped == 2
-
-
-def with_source(folder, source_hash):
-    """A file with one point of Figure 8."""
-    run(composed(folder, *GRID, "figure.batch_sizes=[1]"), Fake())
-    path = folder / "cpu" / "smoke" / "rows" / f"{NAME}.csv"
-    write_rows(path, [replace(row, scale="laptop", source_hash=source_hash) for row in read_rows(path)])
-    return path
-
-
-def test_the_report_names_figures_of_older_source_and_keeps_their_verdicts(tmp_path):
-    verdicts = {}
-    for kind, digest in (("old", ""), ("new", fingerprint(REPOSITORY / f"experiments/{NAME}.py"))):
-        rows = with_source(tmp_path / kind, digest)
-        machine = machine_of(rows.parent, tmp_path / kind, REPOSITORY / "paper_results")
-        write_results(machine, tmp_path / kind / "claims.md", tmp_path / kind)
-        assert ("Rows of older source" in (tmp_path / kind / "claims.md").read_text()) is (kind == "old")
-        verdicts[kind] = machine.verdicts
-    older = {verdict.figure: verdict.older_source for verdict in verdicts["old"] if verdict.kind != "simulated"}
-    assert (older["8"], older["7"]) == ("8", "")
-    assert [one.verdict for one in verdicts["new"]] == [one.verdict for one in verdicts["old"]]
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "h200"])

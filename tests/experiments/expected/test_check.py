@@ -1,6 +1,5 @@
 """Expected ranges of measurements and of claims' quantities, rows held against them, and `make check`."""
 
-import math
 from dataclasses import replace
 
 import pandas as pd
@@ -8,13 +7,12 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.claims import Verdict
-from experiments.commands.check import check, counted
+from experiments.commands.check import check
 from experiments.harness.counted import frame_of
-from experiments.harness.schema import REPOSITORY
 from experiments.measure.records import Row, RowsError, write_rows
 from experiments.report import expected
-from experiments.report.expected import CPU_FLOOR, FLOOR, TIMES, Held, Scale, hold_rows, other_speed, ranges
-from experiments.report.machines import machine_of, read_folder, recorded_folders
+from experiments.report.expected import CPU_FLOOR, FLOOR, TIMES, hold_rows, other_speed, ranges
+from experiments.report.machines import machine_of
 from tests.experiments.report.report_rows import PAPER, decode_rows
 
 BASE = Row(
@@ -137,20 +135,6 @@ def test_claims_outside_and_absent_and_files_are_read_as_they_were_written(tmp_p
         expected.read_expected(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("folder", recorded_folders(REPOSITORY / "results"), ids=lambda folder: folder.name)
-def test_recorded_rows_and_claims_are_inside_of_the_committed_ranges(folder):
-    rows, (claims, measurements) = read_folder(folder), expected.read_expected(folder)
-    found = hold_rows(measurements, rows, rows)
-    assert len(found.compared) > 100
-    assert all(lines.empty for lines in (found.outside, found.absent, found.unknown))
-    scales = expected.read_scales(PAPER)
-    for line in claims.itertuples():
-        scale = scales.get((line.claim, line.quantity), Scale())
-        assert line.low <= line.value <= line.high, line
-        assert all(math.isfinite(end) and scale.is_possible(end) for end in (line.low, line.high)), line
-
-
 # speeds, devices, and the command
 
 
@@ -164,19 +148,6 @@ def test_a_speed_is_that_of_the_figures_here_and_of_any_recorded_repeat():
         assert set(expected.other_speeds(mixed, ours)) == ({"8"} if said else set())
     assert expected.other_speeds(mixed, ours.assign(figure="11")) == {}, "a figure without recorded rows has no speed"
     assert other_speed(frame(made(1.0)), ours) == "", "rows without calibrations do not tell"
-
-
-def test_claims_and_rows_of_figures_of_another_speed_are_not_counted():
-    def outside(**columns: list[str]) -> Held:
-        return Held(pd.DataFrame({**columns, "is_outside": True}), pd.DataFrame(), pd.DataFrame())
-
-    figures = {"C01": "1", "C25": "10, 11", "C26": "11", "C46": "10"}
-    verdicts = [
-        Verdict(id, "", figure, "", kind="simulated" if id == "C46" else "measured") for id, figure in figures.items()
-    ]
-    claims, rows = outside(claim=list(figures)), outside(figure=["1", "10", "11", "10"])
-    assert [counted(claims, one, verdicts, {"10"}) for one in (None, rows)] == [3, 5]
-    assert counted(claims, rows, verdicts, ()) == 8
 
 
 def config(root, hardware="h200", scale="laptop") -> DictConfig:

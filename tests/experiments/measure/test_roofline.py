@@ -34,10 +34,6 @@ def test_formulas_give_the_papers_figure_7(metric, formula):
         assert ours == pytest.approx(expected, rel=5e-6), (workload, rows)
 
 
-def test_element_size_scales_bytes():
-    assert sgmv_io_bytes(7, 3, 16, 4096, element_bytes=4) == 2 * sgmv_io_bytes(7, 3, 16, 4096)
-
-
 def test_measured_ceilings_of_this_cpu_are_plausible():
     found = measured_ceilings("cpu", "float32")
     assert 1e8 < found.bandwidth < 1e13

@@ -9,9 +9,10 @@ import pytest
 
 from experiments.claims.judge import DIFFERS, NOISE, NOT_MEASURED, NOT_TESTABLE, REPRODUCED, SHAPE
 from experiments.claims.table import marked
+from experiments.commands.report import choose
 from experiments.facts.paper import read_claims
 from experiments.harness.counted import NOT_STEADY
-from experiments.harness.schema import REPOSITORY
+from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.source import fingerprint
 from experiments.measure.records import write_rows
 from experiments.report.machines import machine_of
@@ -25,6 +26,16 @@ CLAIMS = Path("outputs/cpu/claims.md")
 @pytest.fixture
 def places(tmp_path):
     return folders_in(tmp_path)
+
+
+def test_fresh_rows_come_first_and_any_recorded_machine_will_do(places):
+    with pytest.raises(ConfigError, match="no rows in"):
+        choose(places, "auto")
+    write_rows(places.recorded_rows.parent / "h200" / "fig01_batching.csv", decode_rows())
+    assert choose(places, "auto") == choose(places, "recorded") == "recorded"
+    write_rows(places.fresh_rows / "fig01_batching.csv", decode_rows())
+    assert choose(places, "auto") == "fresh"
+    assert choose(places, "recorded") == "recorded"
 
 
 def judged(places, rows):
@@ -86,7 +97,9 @@ def test_the_page_counts_rows_of_older_source(places):
     old = replace(second, source_hash="0" * 12)
     new = replace(second, batch_size=2, source_hash=now)
     write_rows(path, [first, old, new])
-    assert "2 of 3 (66.7 %), 1 of which do not say what source they are of; figure 1." in write_report(places)[1]
+    machine, text = write_report(places)
+    assert "2 of 3 (66.7 %), 1 of which do not say what source they are of; figure 1." in text
+    assert (by_id(machine)["C01"].older_source, by_id(machine)["C06"].older_source) == ("1", "")
     write_rows(path, [new])
     assert "older source" not in write_report(places)[1]
 
