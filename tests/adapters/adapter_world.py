@@ -2,6 +2,8 @@
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -184,8 +186,12 @@ def snapshot(manager: LoRAModelManager) -> dict[str, object]:
     }
 
 
-def assert_unchanged(manager: LoRAModelManager, before: dict[str, object]) -> None:
-    after, before = snapshot(manager), dict(before)
+@contextmanager
+def unchanged(manager: LoRAModelManager) -> Iterator[None]:
+    """A block, refused calls as a rule, that must leave everything of a manager as it was."""
+    before = snapshot(manager)
+    yield
+    after = snapshot(manager)
     for key in ("buffers", "indices"):
         assert all(torch.equal(a, b) for a, b in zip(after.pop(key), before.pop(key), strict=True))
     assert after == before

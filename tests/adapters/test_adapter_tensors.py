@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adapter_world import adapter_tensors, assert_unchanged, full_manager, peft_config, snapshot
+from adapter_world import adapter_tensors, full_manager, peft_config, unchanged
 
 from punica.adapters import LoRARequest
 
@@ -83,10 +83,9 @@ def test_what_is_refused_when_the_request_is_made(fields, error, message) -> Non
 )
 def test_what_is_refused_on_arrival(make_manager, tenants, changes, config, error, message) -> None:
     manager = full_manager(make_manager, tenants)
-    before = snapshot(manager)
-    given = peft_config(4, **{"target_modules": ALL, **config})
-    request = in_memory(3, tensors={**adapter_tensors(3), **changes}, config=given)
-    for call in (manager.check_adapter, manager.add_adapter):
-        with pytest.raises(error, match=f"cannot load adapter 'tenant 3' from 'tensors .*{message}"):
-            call(request)
-    assert_unchanged(manager, before)
+    with unchanged(manager):
+        given = peft_config(4, **{"target_modules": ALL, **config})
+        request = in_memory(3, tensors={**adapter_tensors(3), **changes}, config=given)
+        for call in (manager.check_adapter, manager.add_adapter):
+            with pytest.raises(error, match=f"cannot load adapter 'tenant 3' from 'tensors .*{message}"):
+                call(request)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_world import MODULES, VOCAB, PackedModel, adapter, adapter_tensors, assert_unchanged, decode, snapshot
+from adapter_world import MODULES, VOCAB, PackedModel, adapter, adapter_tensors, decode, unchanged
 
 from punica.adapters import LoRAModelManager
 from punica.config import LoRAConfig
@@ -56,8 +56,7 @@ def test_files_in_fp8_change_nothing(slots, dense, tenants):
     tenants.write(3, {name: w.to(E4M3) for name, w in adapter_tensors(3, 4).items()})
     manager = managed(dense, slots)
     manager.add_adapter(adapter(1, rank=2))
-    before = snapshot(manager)
-    for call in (manager.check_adapter, manager.add_adapter):
-        with pytest.raises(TypeError, match="F8_E4M3; LoRA tensors must be float16"):
-            call(tenants.request(3))
-    assert_unchanged(manager, before)
+    with unchanged(manager):
+        for call in (manager.check_adapter, manager.add_adapter):
+            with pytest.raises(TypeError, match="F8_E4M3; LoRA tensors must be float16"):
+                call(tenants.request(3))

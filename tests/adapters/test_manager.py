@@ -7,12 +7,11 @@ from adapter_world import (
     VOCAB,
     adapter,
     adapter_tensors,
-    assert_unchanged,
     check_invariants,
     decode,
     full_manager,
     one_layer,
-    snapshot,
+    unchanged,
 )
 
 from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager, LoRARequest, PackedLoRALayerWeights
@@ -119,14 +118,13 @@ def test_in_place_reload_replaces_and_without_it_the_second_load_is_a_touch(make
 
 def test_one_id_is_one_adapter(make_manager, tenants):
     manager = full_manager(make_manager, tenants)
-    before = snapshot(manager)
-    with pytest.raises(ValueError, match=r"adapter id 1 stands for.*tenant 1.*now requested as.*impostor"):
-        manager.add_adapter(tenants.request(1, lora_name="impostor"))
-    with pytest.raises(ValueError, match=r"adapter id 2 stands for.*now requested as.*elsewhere"):
-        manager.set_active_adapters([tenants.request(2), tenants.request(2, lora_path="elsewhere")], decode(2))
-    with pytest.raises(TypeError, match="requests must be LoRARequest or None, got int"):
-        manager.set_active_adapters([1], decode(1))
-    assert_unchanged(manager, before)
+    with unchanged(manager):
+        with pytest.raises(ValueError, match=r"adapter id 1 stands for.*tenant 1.*now requested as.*impostor"):
+            manager.add_adapter(tenants.request(1, lora_name="impostor"))
+        with pytest.raises(ValueError, match=r"adapter id 2 stands for.*now requested as.*elsewhere"):
+            manager.set_active_adapters([tenants.request(2), tenants.request(2, lora_path="elsewhere")], decode(2))
+        with pytest.raises(TypeError, match="requests must be LoRARequest or None, got int"):
+            manager.set_active_adapters([1], decode(1))
     replaced = tenants.request(1, lora_name="successor", load_inplace=True)
     assert manager.add_adapter(replaced)
     check_invariants(manager)
@@ -134,18 +132,17 @@ def test_one_id_is_one_adapter(make_manager, tenants):
 
 def test_mapping_with_an_inactive_id_keeps_the_previous_metadata(make_manager, tenants):
     manager = full_manager(make_manager, tenants)
-    before = snapshot(manager)
-    with pytest.raises(ValueError, match="99"):
-        manager.set_adapter_mapping(decode(1, 99))
-    with pytest.raises(ValueError, match=r"\[2\], which are not requested"):
-        manager.set_active_adapters([tenants.request(1)], decode(1, 2))
-    with pytest.raises(ValueError, match="65 rows, more than max_num_batched_tokens=64"):
-        manager.set_active_adapters([tenants.request(1)], decode(*[1] * 65))
-    with pytest.raises(ValueError, match="runs of equal slot, more than max_batches="):
-        manager.set_active_adapters([tenants.request(3)], LoRAMapping([3, 0] * 32, [3], is_prefill=True))
-    with pytest.raises(TypeError, match="LoRAMapping, got list"):
-        manager.set_active_adapters([tenants.request(1)], [1])
-    assert_unchanged(manager, before)
+    with unchanged(manager):
+        with pytest.raises(ValueError, match="99"):
+            manager.set_adapter_mapping(decode(1, 99))
+        with pytest.raises(ValueError, match=r"\[2\], which are not requested"):
+            manager.set_active_adapters([tenants.request(1)], decode(1, 2))
+        with pytest.raises(ValueError, match="65 rows, more than max_num_batched_tokens=64"):
+            manager.set_active_adapters([tenants.request(1)], decode(*[1] * 65))
+        with pytest.raises(ValueError, match="runs of equal slot, more than max_batches="):
+            manager.set_active_adapters([tenants.request(3)], LoRAMapping([3, 0] * 32, [3], is_prefill=True))
+        with pytest.raises(TypeError, match="LoRAMapping, got list"):
+            manager.set_active_adapters([tenants.request(1)], [1])
     manager.model(torch.randn(3, 24))
     assert manager.punica_wrapper.token_lora_indices.tolist() == [0, -1, 1]
 
@@ -181,17 +178,16 @@ def ghost(adapter_id: int) -> LoRARequest:
 
 def test_bad_ranks(make_manager, tenants):
     manager = full_manager(make_manager, tenants)
-    before = snapshot(manager)
-    for rank, error in ((0, ValueError), (9, ValueError), ("4", TypeError), (True, TypeError)):
-        with pytest.raises(error, match="rank"):
-            manager.create_dummy_lora(3, rank)
-        with pytest.raises(error, match="rank"):
-            manager.add_dummy_lora(ghost(3), rank)
-        with manager.dummy_lora_cache(), pytest.raises(error, match="rank"):
-            manager.add_dummy_lora(ghost(3), rank)
-    with pytest.raises(TypeError, match="request must be a LoRARequest, got int"):
-        manager.add_dummy_lora(3, 8)
-    assert_unchanged(manager, before)
+    with unchanged(manager):
+        for rank, error in ((0, ValueError), (9, ValueError), ("4", TypeError), (True, TypeError)):
+            with pytest.raises(error, match="rank"):
+                manager.create_dummy_lora(3, rank)
+            with pytest.raises(error, match="rank"):
+                manager.add_dummy_lora(ghost(3), rank)
+            with manager.dummy_lora_cache(), pytest.raises(error, match="rank"):
+                manager.add_dummy_lora(ghost(3), rank)
+        with pytest.raises(TypeError, match="request must be a LoRARequest, got int"):
+            manager.add_dummy_lora(3, 8)
 
 
 @pytest.mark.parametrize(("rank", "rounded"), [(1, 4), (5, 8), (8, 8)])
@@ -216,9 +212,8 @@ def test_adding_registers_and_activates(make_manager, tenants, dense):
     assert manager.get_adapter(2).rank == 4
     assert manager.request_of(2) == ghost(2)
     check_invariants(manager)
-    before = snapshot(manager)
-    assert manager.add_dummy_lora(ghost(1), 4) is False  # the id is taken: nothing changes, not even the order of use
-    assert_unchanged(manager, before)
+    with unchanged(manager):
+        assert manager.add_dummy_lora(ghost(1), 4) is False  # the id is taken: not even the order of use changes
     assert manager.add_dummy_lora(ghost(3), 4) is True  # evicts the oldest, as any adapter would
     assert list(manager.list_adapters()) == [2, 3]
     tenants.write(2)

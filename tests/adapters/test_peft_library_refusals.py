@@ -6,7 +6,7 @@ from typing import Any
 
 import peft
 import pytest
-from adapter_world import assert_unchanged, snapshot
+from adapter_world import unchanged
 from managed_world import MAX_RANK, VOCAB, Ours
 from peft_world import hugging_face_model, lora_config, peft_model
 from torch import nn
@@ -63,12 +63,11 @@ def serving(tmp_path_factory) -> Ours:
 
 def check_refused(serving: Ours, folder: Path, message: str) -> None:
     manager = serving.manager
-    before = snapshot(manager)
-    request = LoRARequest("stranger", 3, str(folder))
-    with pytest.raises(ValueError, match=message) as caught:
-        manager.add_adapter(request)
-    assert str(caught.value).startswith(f"cannot load adapter 'stranger' from {str(folder)!r}")
-    assert_unchanged(manager, before)
+    with unchanged(manager):
+        request = LoRARequest("stranger", 3, str(folder))
+        with pytest.raises(ValueError, match=message) as caught:
+            manager.add_adapter(request)
+        assert str(caught.value).startswith(f"cannot load adapter 'stranger' from {str(folder)!r}")
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -4,17 +4,7 @@ from collections.abc import Collection, Mapping
 
 import pytest
 import torch
-from adapter_world import (
-    QKV,
-    adapter,
-    all_buffers,
-    assert_unchanged,
-    check_invariants,
-    decode,
-    full_manager,
-    one_layer,
-    snapshot,
-)
+from adapter_world import QKV, adapter, all_buffers, check_invariants, decode, full_manager, one_layer, unchanged
 
 from punica.adapters import CopyHandle, LayerSlotWriter, LoRAModel, LoRAModelManager
 from punica.adapters.write import stage
@@ -163,11 +153,10 @@ def test_staging_failure_changes_nothing(make_manager, tenants, monkeypatch):
         return lora
 
     monkeypatch.setattr(manager._writer, "stage", stage)
-    before = snapshot(manager)
-    with pytest.raises(RuntimeError, match="page-locked"):
-        manager.set_active_adapters([tenants.request(3), tenants.request(4)], decode(3, 4))
-    assert staged == [3]
-    assert_unchanged(manager, before)
+    with unchanged(manager):
+        with pytest.raises(RuntimeError, match="page-locked"):
+            manager.set_active_adapters([tenants.request(3), tenants.request(4)], decode(3, 4))
+        assert staged == [3]
 
 
 @pytest.mark.parametrize(
