@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from experiments.benches.step_parts import Case
 
 DECODE, PREFILL, MIXED = "decode", "prefill", "mixed"
-NONE = ""
-"""The workload of steps without adapters."""
+NONE = ""  # the workload of steps without adapters
 SWITCHES: dict[str, dict[str, bool]] = {
     "punica": {},
     "batch invariant": {"batch_invariant": True},

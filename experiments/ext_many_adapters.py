@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 ROOM, ROOM_ON_DRIVE = 0.7, 0.25
 """Part of what is free, of host memory and of the drive (which takes long to write), that adapters may take."""
-GIVES_RATE = "punica"
-"""The system at whose capacity in a panel the rate of all is taken."""
+GIVES_RATE = "punica"  # the system at whose capacity in a panel the rate of all is taken
 
 
 class ManyConf(ArrivalsConf):

@@ -20,8 +20,7 @@ from experiments.workload.popularity import popularity
 if TYPE_CHECKING:
     from experiments.measure.timing import Call
 
-ROOF, SHEET = "roof", "roof, data sheet"
-"""Panels of the machine's two roofs."""
+ROOF, SHEET = "roof", "roof, data sheet"  # panels of the machine's two roofs
 
 
 class Fig07(OperatorExperiment):

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 ALONE = ("layer", "model")
 OVERLAP = "overlap"
-FP8 = " fp8"
-"""Suffix of systems on FP8 slots."""
+FP8 = " fp8"  # suffix of systems on FP8 slots
 UNITS = {"layer": ("us", 1e6), "model": ("ms", 1e3), OVERLAP: ("ms", 1e3)}
 """Panel -> unit of its times, and units in a second."""
 

@@ -24,8 +24,7 @@ from punica.engine.requests import StepStatistics
 from punica.models import LlamaForCausalLM
 from punica.scheduling import RequestState, RequestStatus
 
-ROOM = 64
-"""New tokens of a request before it ends, and steps get smaller."""
+ROOM = 64  # new tokens of a request before it ends, and steps get smaller
 
 
 def fewest_turns(in_a_row: int, protocol: Protocol) -> int:

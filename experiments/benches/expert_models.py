@@ -38,8 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }  # fmt: skip
 """Name -> class of its Hugging Face config, what is divided, and what is not."""
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
-IN_A_ROW = 4
-"""Consecutive steps of one shape through the engine, before the next shape's turn."""
+IN_A_ROW = 4  # consecutive steps of one shape through the engine, before the next shape's turn
 
 
 def model_config(name: str, layers: int, divisor: int) -> Any:

@@ -12,10 +12,8 @@ from punica.ops.experts import Assignment, ExpertLoRAWeights, Switches
 from punica.parallel import route
 from punica.wrapper import PunicaWrapperGPU
 
-DTYPE, TOLERANCE = torch.bfloat16, 8e-3
-"""Type of everything, and its largest relative error."""
-MOST_STACK_BYTES = 16 << 30
-"""Memory for the stacks of one operator."""
+DTYPE, TOLERANCE = torch.bfloat16, 8e-3  # type of everything, and its largest relative error
+MOST_STACK_BYTES = 16 << 30  # memory for the stacks of one operator
 
 
 class MoELayer(NamedTuple):

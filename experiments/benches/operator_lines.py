@@ -13,15 +13,11 @@ from experiments.workload.popularity import PAPER_WORKLOADS, popularity
 
 PAPER_RESULTS = Path(__file__).resolve().parents[2] / "paper_results"
 ANCHORS, SHAPES = "anchors.csv", "anchors_shapes.csv"
-NOT_PUBLIC = ("proto", "floor")
-"""Prefixes of the anchors' implementations that are not public kernels."""
-STEP = "mixed_"
-"""Prefix of the cases of the paper's step and of its parts."""
-HOST = "eager "
-"""Prefix of columns that are no time in a graph, but the host's per call."""
+NOT_PUBLIC = ("proto", "floor")  # prefixes of the anchors' implementations that are not public kernels
+STEP = "mixed_"  # prefix of the cases of the paper's step and of its parts
+HOST = "eager "  # prefix of columns that are no time in a graph, but the host's per call
 HIDDEN, INTERMEDIATE = 4096, 11008
-Projection = tuple[int, tuple[int, ...]]
-"""Input width, and output widths of the slices."""
+Projection = tuple[int, tuple[int, ...]]  # input width, and output widths of the slices
 PROJECTIONS: dict[str, Projection] = {
     "qkv": (HIDDEN, (HIDDEN,) * 3),
     "o": (HIDDEN, (HIDDEN,)),
@@ -30,8 +26,7 @@ PROJECTIONS: dict[str, Projection] = {
 }
 """The packed projections of one Llama-2-7B layer."""
 UP: Projection = (HIDDEN, (INTERMEDIATE,))
-COPY_RATE = 4.25
-"""TB/s of a device-to-device copy on an H200."""
+COPY_RATE = 4.25  # TB/s of a device-to-device copy on an H200
 STREAM = ((1.1, 2.8), (2.2, 3.0), (8.7, 3.9), (17.3, 6.0), (34.6, 9.9))
 """MB -> us of two dependent kernels that only read that much, half each, and pass one vector, both starting early: the
 practical floor of a two-kernel design, measured with the anchors on an H200 (paper_results/README.md)."""

@@ -13,10 +13,8 @@ from experiments.harness.experiment import CheckFailed
 from experiments.measure.timing import seconds_between_events
 from punica.capture import capture
 
-ROTATING_BYTES = 256 << 20
-"""Bytes of all sets together; the L2 cache of an H200 holds 60 MB."""
-Call = Callable[[int], object]
-"""A call on one of the sets."""
+ROTATING_BYTES = 256 << 20  # bytes of all sets together; the L2 cache of an H200 holds 60 MB
+Call = Callable[[int], object]  # a call on one of the sets
 
 
 class OperatorSets:

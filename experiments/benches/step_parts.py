@@ -40,8 +40,7 @@ KERNELS: tuple[tuple[str, str], ...] = (
 )
 """Part -> what the names of its kernels contain, whatever the case; the first that fits counts. The products of the
 head have the names of the others: see `parts_of`."""
-IN_A_ROW = 2
-"""Consecutive timed decode steps of a case."""
+IN_A_ROW = 2  # consecutive timed decode steps of a case
 COPY_BYTES, ATTEMPTS = 1 << 30, 5
 
 

@@ -34,15 +34,13 @@ from experiments.simulator import (
 from experiments.workload import popularity
 from punica.cluster import StepWork
 
-PAPER_GPU, CLUSTER_GPU = "a100-80g", "a100-40g"
-"""Testbeds 1 (Figures 1 and 10) and 2 (Figure 13) of the paper."""
+PAPER_GPU, CLUSTER_GPU = "a100-80g", "a100-40g"  # testbeds 1 (Figures 1 and 10) and 2 (Figure 13) of the paper
 PAPERS = "a100"
 STEPS = {"1": "fig01_batching", "10": "fig10_layer", "ext breakdown": "ext_breakdown"}
 """Figure whose rows give the cost of a step -> its file."""
 LAYER, STEP = "layer_latency", "step_latency"
 Work = Callable[[int, int, int], StepWork]
-TimedLoads = Sequence[tuple[int, float]]
-"""Rank and seconds of loads of adapters."""
+TimedLoads = Sequence[tuple[int, float]]  # rank and seconds of loads of adapters
 LINK_FILE, DISK_FILE = "sec52_adapter_loading", "ext_many_adapters"
 FROM_DISK, FROM_MEMORY = "time_to_first_token_from_disk", "time_to_first_token_from_memory"
 

@@ -30,14 +30,10 @@ if TYPE_CHECKING:
 DURATION_S = 3600.0
 NUM_GPUS = 16
 RANK = 16
-GPU_BYTES = 40e9
-"""Memory of an A100 of the paper's testbed 2."""
-MEMORY_FRACTION = 0.8
-"""Part of it that the released runner takes for weights, adapters and KV pages."""
-REHEARSED, REHEARSAL_SEED = 6, 1
-"""The rehearsal has a sixth of the hour's requests in a sixth of its time."""
-STEADY_PART, STEADY_SEED = 5, 2
-"""A stream of a constant rate lasts a fifth of the hour."""
+GPU_BYTES = 40e9  # memory of an A100 of the paper's testbed 2
+MEMORY_FRACTION = 0.8  # part of it that the released runner takes for weights, adapters and KV pages
+REHEARSED, REHEARSAL_SEED = 6, 1  # the rehearsal has a sixth of the hour's requests in a sixth of its time
+STEADY_PART, STEADY_SEED = 5, 2  # a stream of a constant rate lasts a fifth of the hour
 
 
 def paper_hour(

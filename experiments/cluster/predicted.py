@@ -27,13 +27,11 @@ from punica.cluster import ClusterPolicy, StepWork
 CONSTANT = "_of_a_constant"
 """Suffix of an error: what a constant, which is fitted to the same rows, would have had."""
 WINDOWS_FILE, LOADS_FILE = "fig11_textgen", "ext_latency_under_load"
-LEAST = 4
-"""Least windows of which a half is fitted."""
+LEAST = 4  # least windows of which a half is fitted
 OF_A_WINDOW = ("throughput", "step_latency", "tokens_per_step", "mean_batch_size", "mean_context")
 P99 = "time_to_first_token_p99"
 OF_A_LOAD, OF_STEPS = {"offered_rate", "load", "requests", P99}, {"decode_step", "prefill_step"}
-OTHER_SEED = 1000
-"""Between seeds of arrivals; repeats of a load have the seeds between."""
+OTHER_SEED = 1000  # between seeds of arrivals; repeats of a load have the seeds between
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 MOST_TIES = 1e-3
 """Largest share of requests with other tokens than one engine's on a CPU, where rounding decides ties."""
-CHECKED = 250
-"""Requests whose tokens are compared with one engine's on GPUs."""
+CHECKED = 250  # requests whose tokens are compared with one engine's on GPUs
 
 
 def points(cfg: Config) -> list[Point]:

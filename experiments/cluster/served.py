@@ -18,32 +18,25 @@ HOUR, STREAM, COSTS, WINDOWS, FIRST_TOKEN = (
 )
 """Panels of the simulation."""
 RAY, KILLED, STEADY, SIMULATED = "ray hour", "ray hour, a runner killed", "ray hour, steady at", "simulated"
-SIMULATED_RAY = f"{SIMULATED} {RAY}"
-"""Panels of runners on Ray, and of the simulator fitted to them."""
+SIMULATED_RAY = f"{SIMULATED} {RAY}"  # of the simulator fitted to the runners on Ray
 SHARE = "share_of_active_cells_batch_ge_31"
 CAPACITY, FROM_HOST, FROM_DISK = "capacity", "loads_from_host", "loads_from_disk"
-SIMULATED_LENGTH = "simulated_seconds"
-"""Metrics of an hour, the latter ones of `ext_placement`."""
+SIMULATED_LENGTH = "simulated_seconds"  # like the three before a metric of `ext_placement`
 LOW, MEAN, HIGH = "_low", "_mean", "_high"
 """Suffixes of a metric: the lowest of all seeds, their mean, and the highest."""
 SEEDS = "seeds"
 HEAT_S, RATE_S, RATE_STEP_S, THROUGHPUT_S = 60, 200, 18, 10
 """Seconds of windows: heat map and active GPUs; request rate, and between its windows; throughput."""
-IDLE_S = 26
-"""Seconds without a token after which a GPU is idle: the resolution of the paper's heat map."""
-PIXEL_S = 6.5
-"""Seconds of a pixel of the paper's heat map; the plotting library smoothed it over two."""
-FULL = 31
-"""Requests from which a batch counts as full."""
-ACTIVE = 0.5
-"""Requests from which a pixel counts as active, as where the paper's was read."""
+IDLE_S = 26  # seconds without a token after which a GPU is idle: the resolution of the paper's heat map
+PIXEL_S = 6.5  # seconds of a pixel of the paper's heat map; the plotting library smoothed it over two
+FULL = 31  # requests from which a batch counts as full
+ACTIVE = 0.5  # requests from which a pixel counts as active, as where the paper's was read
 COMPARED = (
     "mean_throughput", "mean_batch_size_of_active_cells", "mean_active_gpus", "mean_batch_size_of_steps",
     "p99_time_to_first_token",
 )  # fmt: skip
 """Metrics of runners that are set over those of a simulation."""
-IDLE = 0.5
-"""Mean requests of a minute below which a GPU counts as idle, as where the paper's heat map was read."""
+IDLE = 0.5  # mean requests of a minute below which a GPU counts as idle, as where the paper's heat map was read
 HOUR_S, WINDOW_S, LOW_S, PEAK_S = 3600, 300, 300, 600
 FOLLOWS, CONSOLIDATED = "correlation_of_throughput_and_request_rate", "correlation_of_active_gpus_and_throughput"
 FIRST, LAST, EXCESS = f"active_gpus_first_{LOW_S}s", f"active_gpus_last_{LOW_S}s", "largest_excess_of_active_gpus"

@@ -23,10 +23,8 @@ from experiments.workload import MAX_BATCH, PAPER_WORKLOADS, RELEASED_SEED, popu
 from punica.cluster import ClusterPolicy
 
 MODEL = MODELS["7B"][0]
-PAPER_GPU_BYTES = 80e9
-"""Memory of testbed 1, which Figure 11 was measured on."""
-ServedBy = Callable[[StepCost, int], ServedHour]
-"""Cost of a step, and a seed -> the hour."""
+PAPER_GPU_BYTES = 80e9  # memory of testbed 1, which Figure 11 was measured on
+ServedBy = Callable[[StepCost, int], ServedHour]  # cost of a step, and a seed -> the hour
 
 
 def points(cfg: Config) -> list[Point]:

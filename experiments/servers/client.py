@@ -21,16 +21,14 @@ PATIENCE_S = 10.0
 """Longest wait for a connection, and for an answer that needs no model; for other answers, a run has a deadline."""
 KEEP_ALIVE_S = 2.0
 """Time until an idle connection is closed: shorter than at servers (uvicorn: 5 s), else requests meet closed ones."""
-TICK_S = 0.005
-"""Time between two looks at the event loop's lag."""
+TICK_S = 0.005  # time between two looks at the event loop's lag
 BACK_OFF_S = 0.1
 """Pause of one place of a closed loop after an error, so that a dead server is not asked without end."""
 CONNECTION, BROKEN, IN_STREAM = "no connection", "broken stream", "error in stream"
 NO_USAGE, WRONG_COUNT, UNFINISHED = "no usage", "wrong token count", "unfinished"
 FIELDS = IGNORE_EOS, MIN_TOKENS = "ignore_eos", "min_tokens"
 """Fields of vLLM, SGLang and this server that keep an answer from ending early."""
-KEY = "SERVER_API_KEY"
-"""Environment variable with the API key."""
+KEY = "SERVER_API_KEY"  # environment variable with the API key
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import numpy as np
 
 from experiments.workload import popularity
 
-NONE = ""
-"""Popularity of requests without adapters."""
+NONE = ""  # popularity of requests without adapters
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "on", "as", "at", "by", "we", "he", "or", "an", "be", "do", "so")
 """Words that are one token each in most vocabularies."""
 

@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-Cases = dict[str, list[int]]
-"""Popularity -> adapter id of each request; 0 is no adapter."""
-Scored = list[tuple[int, float]]
-"""Tokens and their log-probabilities."""
+Cases = dict[str, list[int]]  # popularity -> adapter id of each request; 0 is no adapter
+Scored = list[tuple[int, float]]  # tokens and their log-probabilities
 
 
 class Punica:

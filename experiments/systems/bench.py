@@ -17,8 +17,7 @@ from experiments.systems.windows import Window, draw_windows
 from experiments.systems.world import World
 from experiments.workload.popularity import PAPER_WORKLOADS, popularity
 
-WHOLE_DRAWS = 12
-"""Windows beside a whole stream."""
+WHOLE_DRAWS = 12  # windows beside a whole stream
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from punica.engine.attention import KVCache
 from punica.parallel.matmul import linear
 
 PADDING = 0  # any token id: padded positions are masked
-BLOCK = 128
-"""Places by which the part of the cache that a graph reads grows."""
+BLOCK = 128  # places by which the part of the cache that a graph reads grows
 ALONE, FULL, MIXED = "a request alone", "a batch of one adapter", "a mixed batch"
 """Kinds of batches, each of which has the product with which it decodes faster."""
 

@@ -30,12 +30,10 @@ from punica.adapters import LoRAModel, LoRARequest, write_random_adapter
 from punica.config import LoRAConfig
 from punica.engine import EngineConfig, Request
 
-FOLDERS = 4
-"""Different adapters on disk, where nothing says more; others are further ids of the same folders."""
+FOLDERS = 4  # different adapters on disk, where nothing says more; others are further ids of the same folders
 LONGEST_PROMPT = int(released_lengths(1000).prompt.max())
 """Tokens, of the stream's requests at 2,048 tokens: most prompt rows of a step with at most one prompt."""
-LIVES = 3
-"""Lifetimes of the longest request after which nothing is left of how the batch began."""
+LIVES = 3  # lifetimes of the longest request after which nothing is left of how the batch began
 
 
 class Loaded(EngineSystem):

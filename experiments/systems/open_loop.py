@@ -20,8 +20,7 @@ from punica.engine import Engine, Request
 from punica.scheduling.admission import MOST_OVERTAKES
 
 Clock = Callable[[], float]
-SLOT, MEMORY, DISK = PLACES = ("slot", "memory", "disk")
-"""Places of an adapter, the nearest first."""
+SLOT, MEMORY, DISK = PLACES = ("slot", "memory", "disk")  # places of an adapter, the nearest first
 NEAR = 2
 """Requests at the head of the queue whose adapters are loaded beside a step: the next to join, and the one after."""
 MS = 1e3

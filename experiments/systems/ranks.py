@@ -43,8 +43,7 @@ from punica.processes import end_with_parent
 T = TypeVar("T")
 WATCHED_STEPS = 10
 """Steps in which collectives are watched: profiling a step of 80 layers takes longer than the step."""
-LEAVE_S = 60.0
-"""Seconds that `close` waits for ranks at work before it kills them."""
+LEAVE_S = 60.0  # seconds that `close` waits for ranks at work before it kills them
 
 
 class RankWorld(World):
@@ -121,8 +120,7 @@ def _on_gpu(work: Callable[[], None]) -> float:
     return sum(kernel.end - kernel.start for kernel in watched_kernels(work) if kernel.name.startswith("nccl"))
 
 
-_KEPT, _WORKER = ExitStack(), list[Any]()
-"""Group of the process of a rank, and the worker that it made."""
+_KEPT, _WORKER = ExitStack(), list[Any]()  # group of the process of a rank, and the worker that it made
 
 
 def _start(place: dict[str, Any], threads: int, backend: str | None, make: Callable[..., object], args: tuple) -> None:

@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 from experiments.harness.experiment import CheckFailed
 from experiments.systems.stream import FEATURES, Timeline
 
-AGREEMENT = 0.03
-"""Largest relative difference of a draw's tokens per step from the stream's ..."""
-AGREEMENT_OF_OTHERS = 0.1
-"""... and of its other features."""
+AGREEMENT = 0.03  # largest relative difference of a draw's tokens per step from the stream's ...
+AGREEMENT_OF_OTHERS = 0.1  # ... and of its other features
 DRAWS, ROUNDS = 100000, 20
 """Draws at a time, and most such rounds: of some streams one draw in twenty thousand agrees."""
 _TOKENS, _PREFILLS = (FEATURES.index(name) for name in ("tokens", "prefills"))

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 RateProfile = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """Times [n] in s -> rates [n] in requests per second; never negative, never above the ``peak`` given with it."""
 
-FEWEST_FOR_P99 = 100
-"""Fewest samples of a p99; of fewer it would be between the two longest."""
+FEWEST_FOR_P99 = 100  # fewest samples of a p99; of fewer it would be between the two longest
 
 
 def independent_seeds(seed: int, count: int) -> list[int]:

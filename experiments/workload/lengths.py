@@ -13,11 +13,9 @@ from punica.checks import check_count
 PROMPT_SIGMA, PROMPT_SHIFT, PROMPT_SCALE = 0.8, -1.0, 18.0
 """Prompt length = SHIFT + SCALE * exp(SIGMA * z), z standard normal: lognorm(0.8, -1, 18) of scipy."""
 
-MAX_BATCH = 32
-"""Largest batch in the paper (section 5.1)."""
+MAX_BATCH = 32  # largest batch in the paper (section 5.1)
 RELEASED_MAXLEN = 2048
-STATED_TOKENS_PER_REQUEST = 101
-"""Section 7.2 of the paper: "around 101k tokens" for 1000 requests."""
+STATED_TOKENS_PER_REQUEST = 101  # section 7.2 of the paper: "around 101k tokens" for 1000 requests
 
 
 @dataclass(frozen=True)

@@ -30,15 +30,13 @@ from numpy.typing import NDArray
 from punica.checks import check_count
 from punica.registry import Registry
 
-RELEASED_SEED = 0xABCDABCD987
-"""Seed of every generator in the released harness."""
+RELEASED_SEED = 0xABCDABCD987  # seed of every generator in the released harness
 PAPER_WORKLOADS = ("Distinct", "Uniform", "Skewed", "Identical")
 """The four patterns of the paper, in the order of its figures."""
 ZIPF_EXPONENT = 1.5
 """Exponent of the law that the paper names. Requests for web pages follow 0.64 to 0.83 (Breslau et al., INFOCOM 1999),
 between Zipf and Uniform."""
-SKEWED_RATIO = 1.5
-"""Ratio of one adapter's requests to the next one's, under Skewed."""
+SKEWED_RATIO = 1.5  # ratio of one adapter's requests to the next one's, under Skewed
 
 GroupRule = Callable[[int], list[int]]
 WORKLOADS: Registry[GroupRule] = Registry("workload")
