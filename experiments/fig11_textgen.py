@@ -9,14 +9,15 @@ are timed (`experiments.systems.windows`), another draw in every pass, over a KV
 generator's. Both have panels of their own, which no claim reads and no figure draws. Throughput counts prompt and new
 tokens (D13). `continuous_batching` and `static_batching` are our engine without LoRA, one adapter per batch: the
 policies of the paper's vLLM, and of its FasterTransformer and DeepSpeed, of which none was run. Hugging Face with PEFT
-was. All systems have the same matrix product (on a GPU, Hugging Face has the faster of ours and torch's). Switching
-adapters is charged to Punica and not to the baselines: `hf_peft` has its one adapter merged. On a GPU steps are CUDA
-graphs, captured before the clock, but for `hf_peft_mixed`, whose host launches every kernel. `punica_last_admitted` has
-the released harness's index rule (D04), and no bar. Before timing, logits of a few requests of each workload are
-compared with Hugging Face's, and once for each system on our engine those of `figure.whole_requests` up to
-`figure.whole_tokens` (`systems.check`). Ratio rows follow, per draw: over the best baseline and PEFT's mixed batches,
-and across workloads. Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At scale=paper a command ends after 8
-minutes, and the same command again continues (`conf/recording.yaml` has pieces); 7B and 13B need 75 and 120 GB.
+was. All systems have the same matrix product (on a GPU, PEFT's mixed batches torch's, which the host launches faster).
+Switching adapters is charged to Punica and not to the baselines: `hf_peft` has its one adapter merged. On a GPU steps
+are CUDA graphs, captured before the clock, but for `hf_peft_mixed`, whose host launches every kernel.
+`punica_last_admitted` has the released harness's index rule (D04), and no bar. Before timing, logits of a few requests
+of each workload are compared with Hugging Face's, and once for each system on our engine those of
+`figure.whole_requests` up to `figure.whole_tokens` (`systems.check`). Ratio rows follow, per draw: over the best
+baseline and PEFT's mixed batches, and across workloads. Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At
+scale=paper a command ends after 8 minutes, and the same command again continues (`conf/recording.yaml` has pieces); 7B
+and 13B need 75 and 120 GB.
 """
 
 from __future__ import annotations

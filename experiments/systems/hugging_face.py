@@ -7,8 +7,6 @@ is launched kernel by kernel, since PEFT sorts its rows on the host. Loading, me
 """
 
 import math
-import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,7 +16,6 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Cache
 from transformers.cache_utils import DynamicLayer
 
@@ -29,8 +26,6 @@ from punica.parallel.matmul import linear
 
 PADDING = 0  # any token id: padded positions are masked
 BLOCK = 128  # places by which the part of the cache that a graph reads grows
-ALONE, FULL, MIXED = "a request alone", "a batch of one adapter", "a mixed batch"
-"""Kinds of batches, each of which has the product with which it decodes faster."""
 
 
 class SameProduct(nn.Linear):
@@ -203,9 +198,6 @@ class PeftBackend:
         named = self.model.named_modules()
         self._layers: dict[str, Any] = {name: layer for name, layer in named if isinstance(layer, LoraLayer)}
         self._unmerged: dict[str, Tensor] = {}
-        self._faster: dict[str, type[nn.Linear]] = {}
-        if weights.device != "cpu":
-            self._find_faster_products()
 
     def load(self, name: str, adapter_id: int) -> None:
         wanted = self.weights.adapter_set(adapter_id)
@@ -263,9 +255,8 @@ class PeftBackend:
     ) -> Decoding:
         """Prepare a batch. `rows`: PEFT adapter of each (mixed); None: the active one, and on a GPU graphs."""
         device = self.weights.device
-        if self._faster:
-            kind = MIXED if rows is not None else ALONE if len(prompts) == 1 else FULL
-            use_product(self._faster[kind], self.model, device)
+        if device != "cpu":  # a graph needs no time of the host, which launches every kernel of a mixed batch
+            use_product(SameProduct if rows is None else nn.Linear, self.model, device)
         named = {} if rows is None else {"adapter_names": rows}
         batch = self.model, prompts, new_tokens, self._room, device, named, done
         return GraphDecoding(CapturedRun, *batch) if not named and device != "cpu" else Decoding(*batch)
@@ -291,27 +282,6 @@ class PeftBackend:
             self.model.eval()
         if fresh and self.weights.device == "cpu":
             use_product(SameProduct, self.model, "cpu")
-
-    def _find_faster_products(self) -> None:
-        """Choose the faster product, ours (less device time) or torch's (less host time), per kind of batch."""
-        most, place = self.weights.limits.max_batch_size, self.places([1])[0]
-        with self.merged(1):
-            faster = {kind: self._faster_of(kind, size) for kind, size in ((ALONE, 1), (FULL, most))}
-        self._faster = faster | {MIXED: self._faster_of(MIXED, most, most * [place])}
-
-    def _faster_of(self, batch: str, size: int, rows: list[str] | None = None) -> type[nn.Linear]:
-        seconds: dict[type[nn.Linear], float] = {SameProduct: math.inf, nn.Linear: math.inf}
-        for kind in 2 * [*seconds]:
-            use_product(kind, self.model, self.weights.device)
-            decoding = self.decoding(size * [[1, 2, 3]], 6, rows)
-            decoding.step()
-            started = time.perf_counter()
-            for _ in range(5):
-                decoding.step()
-            seconds[kind] = min(seconds[kind], time.perf_counter() - started)
-        both = [f"{1e3 * spent / 5:.1f}" for spent in seconds.values()]
-        tqdm.write(f"Hugging Face, {batch}: ms per step by our product, and torch's: {both}", file=sys.stderr)
-        return min(seconds, key=seconds.__getitem__)
 
     def _room(self, layer: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
         """Return keys and values for a batch, in memory that all batches and systems share; noise at first."""

@@ -93,3 +93,13 @@ def test_an_operator_that_torch_lacks_gets_no_row_and_no_failure(tmp_path, monke
     assert without == []
     assert some
     assert "no grouped_mm" in capsys.readouterr().err
+
+
+def test_batches_of_a_graph_read_adapters_of_their_own(tmp_path):
+    cfg = settled(tmp_path)
+    cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", 1  # as on a GPU
+    batches = problems(cfg, "Uniform", 7, 16)
+    read = {batch.a[slot].data_ptr() for batch in batches for slot in batch.slots.tolist()}
+    assert len(read) == sum(len(batch.sizes) for batch in batches) > 40
+    operators.layer_call(batches[-1])()
+    torch.testing.assert_close(batches[-1].y, batches[-1].expected(), rtol=1e-4, atol=1e-4)
