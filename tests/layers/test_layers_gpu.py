@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from layer_cases import (
     ALONE,
     IN,
@@ -21,20 +20,16 @@ from layer_cases import (
     use,
     wrapper_for,
 )
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import LlamaConfig
 
+from punica.adapters import LoRAModelManager
 from punica.capture import capture
 from punica.config import LoRAConfig
-from punica.layers import from_layer, from_layer_logits_processor
-from punica.parallel import (
-    ColumnParallelLinear,
-    LogitsProcessor,
-    MergedColumnParallelLinear,
-    ParallelLMHead,
-    QKVParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from punica.layers import from_layer
+from punica.models import LlamaForCausalLM
+from punica.ops.backbone import PackedHeads
+from punica.parallel import ColumnParallelLinear
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -123,80 +118,60 @@ def test_beside_the_base_product_no_memory_is_touched_that_is_still_in_use(rows:
         assert torch.equal(result, expected[i % 4])
 
 
-HIDDEN, HEADS, KV_HEADS, HEAD, INTER, IDS = 256, 8, 4, 32, 384, 96
+IDS = 96
 
 
-class Block(nn.Module):
-    """Embedding, qkv -> o, gate_up -> down, logits; plain torch in between."""
+class RowByRow:
+    """In place of attention: what a row gets depends on no other row."""
 
-    def __init__(self, config: LoRAConfig, wrapper: Any) -> None:
-        super().__init__()
-        options = {"bias": False, "return_bias": False, "params_dtype": config.lora_dtype}
-        with torch.device(DEVICE):
-            bases = {
-                "qkv": (QKVParallelLinear(HIDDEN, HEAD, HEADS, KV_HEADS, **options), 3),
-                "o": (RowParallelLinear(HEADS * HEAD, HIDDEN, **options), 0),
-                "gate_up": (MergedColumnParallelLinear(HIDDEN, [INTER, INTER], **options), 2),
-                "down": (RowParallelLinear(INTER, HIDDEN, **options), 0),
-                "embed": (VocabParallelEmbedding(IDS, HIDDEN, config.lora_dtype), 0),
-            }
-            self.head = ParallelLMHead(IDS, HIDDEN, params_dtype=config.lora_dtype)
-        for base in (*(base for base, _ in bases.values()), self.head):
-            base.weight.data.normal_(std=1.0 if isinstance(base, VocabParallelEmbedding) else HIDDEN**-0.5)
-        for name, (base, packed) in bases.items():
-            setattr(self, name, from_layer(base, MAX_LORAS, config, ["m"] * packed))
-        self.logits = from_layer_logits_processor(LogitsProcessor(IDS), self.head, MAX_LORAS, config)
-        self.linear = [self.qkv, self.o, self.gate_up, self.down]
-        for layer in (*self.linear, self.embed, self.logits):
-            layer.set_mapping(wrapper)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        q, k, v = self.qkv(x).split([HEADS * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD], dim=-1)
-        x = x + self.o(torch.tanh(q * k.repeat(1, 2)) + v.repeat(1, 2))
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        x = x + self.down(F.silu(gate) * up)
-        return self.logits(self.head, x)
-
-    def fill(self, slot: int, rank: int, *, everywhere: bool) -> None:
-        for layer in self.linear:
-            pairs = [random_pair(rank, layer.full_input_size, size) for size in layer.full_output_sizes]
-            fill(layer, slot, pairs)
-        if everywhere:
-            self.embed.set_lora(slot, *random_pair(rank, IDS, HIDDEN))
-            self.logits.set_lora(slot, *random_pair(rank, HIDDEN, IDS))
+    def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
+        q, k, v = packed.rotated()
+        return torch.tanh(q * k.repeat(1, 2, 1)) + v.repeat(1, 2, 1)
 
 
 @pytest.mark.parametrize("dual", [False, True], ids=["one-stream", "two-streams"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_decoder_block_in_a_graph_sees_new_adapters(dtype: torch.dtype, dual: bool) -> None:
-    config = config_for(dtype, dual_stream=dual)
-    wrapper = wrapper_for(config, DEVICE)
-    block = Block(config, wrapper)
     rows = [0, 1, 2, 3, -1] * 5
-    ids = torch.randint(0, IDS, (len(rows),), device=DEVICE)
+    shape = LlamaConfig(
+        hidden_size=256, intermediate_size=384, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=IDS, initializer_range=1 / 16,
+    )  # fmt: skip
+    model = LlamaForCausalLM(shape, dtype, DEVICE)
+    model.init_random_weights()
+    manager = LoRAModelManager(model, len(rows), len(rows), IDS, config_for(dtype, dual_stream=dual), DEVICE)
+    layers, wrapper = manager.modules.values(), manager.punica_wrapper
+    ids, positions = torch.randint(0, IDS, (len(rows),), device=DEVICE), torch.arange(len(rows), device=DEVICE)
+
+    def run() -> Tensor:
+        return model.compute_logits(model(ids, positions, RowByRow()))
+
+    def fill_all(slot: int, rank: int, *, everywhere: bool = True) -> None:
+        for layer in layers:
+            if everywhere or not layer.skips_when_empty:
+                fill(layer, slot, [random_pair(rank, layer.full_input_size, size) for size in layer.full_output_sizes])
+
     use(wrapper, rows, IDS)
     for slot in range(MAX_LORAS):
-        block.fill(slot, MAX_RANK, everywhere=True)
-    block(ids)  # compiles every kernel
-    for slot in range(MAX_LORAS):
-        block.embed.reset_lora(slot)
-        block.logits.reset_lora(slot)
-    assert not block.embed.filled_slots
-    assert not block.logits.filled_slots
+        fill_all(slot, MAX_RANK)
+    run()  # compiles every kernel
+    for layer in (layer for layer in layers if layer.skips_when_empty):
+        for slot in range(MAX_LORAS):
+            layer.reset_lora(slot)
+        assert not layer.filled_slots
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with capture(graph):
-        output = block(ids)
+        output = run()
     swaps = [{}, {0: 8}, {2: 1, 3: 5}, {0: 3, 1: 8, 2: 8, 3: 8}, {}]
     for step, swap in enumerate(swaps):
         before = output.clone()
         for slot, rank in swap.items():
-            block.fill(slot, rank, everywhere=step != 1)
+            fill_all(slot, rank, everywhere=step != 1)
         slots = rows if step != 4 else [*rows[::-1][:20], *[-1] * 5]
         use(wrapper, slots, IDS)
         graph.replay()
-        torch.testing.assert_close(output, block(ids), rtol=1.6e-2, atol=2e-2)
+        torch.testing.assert_close(output, run(), rtol=1.6e-2, atol=2e-2)
         if swap:
             touched = torch.tensor([slot in swap for slot in slots], device=DEVICE)
             assert (output != before)[touched].any(dim=-1).all(), "new weights take effect"
