@@ -6,8 +6,7 @@ For row ``t`` of a batch whose adapter sits in slot ``l``, a linear layer comput
 
 The base layer's terms are one matmul for all tenants; the last is SGMV, also one batched operation. ``set_lora`` takes
 full matrices and keeps this rank's part: a column layer splits B by rows, a row layer splits A by columns, the other
-factor is replicated. LoRA is added after the bias and before gather or reduction, so partial sums add up. Here are the
-layers of one matrix that do not split B, replicated and row-parallel ones.
+factor is replicated. LoRA is added after the bias and before gather or reduction, so partial sums add up.
 """
 
 from typing import Any, cast

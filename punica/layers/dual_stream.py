@@ -5,12 +5,11 @@
     auxiliary stream      `-------- shrink ---------'
 
 Both products read one ``x`` and are independent until expand adds into ``y``. A decode step's base product waits for
-the memory of its weights, and the shrink hides in it. On an H200 that takes 2 of the 5 us that LoRA adds to a
-projection at one row, and 1.5 of 12 us at 64 rows of 64 adapters (2026-11-28). With more rows both want all of the GPU:
-22 us instead of 20 in a prefill, 14 instead of 9 for 512 rows of 23 adapters (once, 2026-11-22). So up to `MOST_ROWS`
-rows, and only in a captured graph: else the host's time for the events is more than what they save. Until then the same
-kernels run on one stream, so that a graph finds them compiled and loaded. A plain base product of few rows is left to
-the op, as ``base``: low ranks are shrunk in its launch (`punica.ops.triton_ops.lora_linear`), without a fork.
+the memory of its weights, and the shrink hides in it: on an H200 2 of the 5 us that LoRA adds to a projection at one
+row, and 1.5 of 12 us at 64 rows of 64 adapters (2026-11-28). With more rows both want all of the GPU: 22 us instead of
+20 in a prefill. So up to `MOST_ROWS` rows, and only in a captured graph: else the host's time for the events is more
+than what they save. Outside, the same kernels run on one stream. A plain base product of few rows is left to the op, as
+``base``: low ranks are shrunk in its launch (`punica.ops.triton_ops.lora_linear`), without a fork.
 
 Memory: ``x`` is allocated on the current stream before the mark, and the base product must not write it. The shrink's
 result belongs to the auxiliary stream; whatever takes its memory next does so on that stream, behind a later mark, and

@@ -155,25 +155,19 @@ def rehearsal() -> Iterator[None]:
 
 
 def is_being_captured(tensor: Tensor) -> bool:
-    """True where work on ``tensor`` goes into a CUDA graph now (or in its `rehearsal`): what is left out then stays
-    out at every replay.
-    """
+    """True where work on ``tensor`` goes into a CUDA graph now, or in its `rehearsal`."""
     return tensor.is_cuda and (_rehearsing.get() or torch.cuda.is_current_stream_capturing())
 
 
 @contextmanager
 def capturing_vocabulary(wanted: bool) -> Iterator[None]:
-    """Inside, what is captured has the LoRA work of embedding and head, or has it not: for steps none of whose adapters
-    is for them.
-    """
+    """Inside, what is captured has the LoRA work of embedding and head, or not: for steps without adapters for them."""
     with _set(_captures_vocabulary, wanted):
         yield
 
 
 def has_vocabulary_work(filled_slots: Collection[int], tensor: Tensor) -> bool:
-    """True where embedding or head has LoRA work to do on ``tensor``: a slot is filled. A graph has it for the adapters
-    that will be there, unless it is captured without (:func:`capturing_vocabulary`).
-    """
+    """True where embedding or head has LoRA work to do on ``tensor``: a slot is filled, or may be in a graph."""
     return _captures_vocabulary.get() if is_being_captured(tensor) else bool(filled_slots)
 
 

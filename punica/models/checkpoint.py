@@ -1,8 +1,7 @@
 """A checkpoint folder: its tensors by name, as safetensors files store them, and the parameters that they fill.
 
 Names are those that transformers writes for a causal language model. A folder of the bare backbone lacks their prefix
-``model.``, which is added. Heads of other tasks beside it are left out with a warning. Tensors of quantised weights are
-refused: their numbers mean nothing without scales, and their layers are not served.
+``model.``, which is added. Heads of other tasks are left out with a warning. Quantised weights are refused.
 
 A model describes its checkpoint as a list of :class:`CheckpointEntry`. The *full* tensor of each is passed to the
 parameter's ``weight_loader``, which keeps this tensor-parallel rank's part: any number of ranks gets the same numbers.
@@ -75,9 +74,7 @@ def stored_tensors(folder: str | Path, ignore_suffixes: tuple[str, ...] = ()) ->
         try:
             file: Any = safe_open(path, framework="pt", device="cpu")
         except SafetensorError as error:
-            raise ValueError(
-                f"{str(path)!r} is not a readable safetensors file: {error}; download or save it again"
-            ) from error
+            raise ValueError(f"{str(path)!r} is not a readable safetensors file: {error}; save it again") from error
         for name in file.keys():  # noqa: SIM118
             if not name.endswith(ignore_suffixes):
                 part = file.get_slice(name)
@@ -185,8 +182,7 @@ def load_tensors(entries: Sequence[CheckpointEntry], stored: Mapping[str, Stored
         full = stored[entry.name].read()
         if not is_finite(full):
             raise ValueError(
-                f"checkpoint tensor {entry.name} contains NaN or inf; download or save the checkpoint again, and load "
-                "it before the model is used"
+                f"checkpoint tensor {entry.name} contains NaN or inf; download or save the checkpoint again"
             )
         entry.load(full)
 

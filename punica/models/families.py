@@ -73,9 +73,7 @@ def resolve_config(config: Any, classes: Mapping[str, type[Any]]) -> Any:
 
 
 def scaled_positions(config: Any) -> int:
-    """Return the positions that RoPE scaling extends a model to, 0 without scaling. ``max_position_embeddings`` need
-    not tell: Qwen's cards for YaRN, and older checkpoints for linear scaling, leave it as it was.
-    """
+    """Return the positions that RoPE scaling extends a model to, else 0: ``max_position_embeddings`` may not tell."""
     rope = getattr(config, "rope_parameters", None) or {}
     factor = rope.get("factor")
     if rope.get("rope_type") not in SCALED_ROPES or not isinstance(factor, (int, float)):
@@ -142,12 +140,11 @@ def read_json(path: Path, wanted: str) -> dict[str, Any]:
 
 
 def warn_of_quantization(config: Any) -> None:
-    """Warn of a config that tells of quantised weights, where the tensors are plain, as after a merge of a QLoRA."""
+    """Warn of quantised weights in the config beside plain tensors, as after a merge of a QLoRA."""
     if given := getattr(config, "quantization_config", None):
         warnings.warn(
             f"the config has a quantization_config, {clip(given)}, but the checkpoint's tensors are not quantised: "
-            f"they are served as they are stored; remove it from {CONFIG_FILE} if the weights were merged or "
-            "dequantised",
+            f"they are served as they are stored; remove it from {CONFIG_FILE} if the weights were merged",
             stacklevel=3,
         )
 

@@ -7,8 +7,8 @@ One decoder layer, for token rows ``x [T, hidden]`` of *all* requests of a step:
 
 The families differ in biases, and Qwen3 normalises every head of q and k before rotation (``families.py``).
 
-Dense layers treat all rows alike, of any request or adapter: that is why batching across adapters pays. Only attention
-distinguishes requests; it is injected, so this file has no cache and no batch layout.
+Dense layers treat all rows alike, of any request or adapter. Attention, which does not, is injected: this file has no
+cache and no batch layout.
 
 The adapter manager replaces layers by their LoRA versions, by name: linear layers of :mod:`punica.parallel`
 (``qkv_proj`` packs ``q_proj, k_proj, v_proj``; ``gate_up_proj`` packs ``gate_proj, up_proj``), the embedding, and
@@ -104,8 +104,8 @@ class LlamaDecoderLayer(nn.Module):
     def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__()
         self.self_attn, self.mlp = self.make_parts(config, layer_index)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype)
+        norms = (nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype) for _ in range(2))
+        self.input_layernorm, self.post_attention_layernorm = norms
 
     def forward(self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         """Add ``delta`` (of the layer before) and the attention output to the residual ``x [T, hidden]`` in place.
@@ -202,11 +202,9 @@ class LlamaForCausalLM(nn.Module):
         self.has_weights = True
 
     def load_weights(self, folder: str | Path) -> None:
-        """Read a Hugging Face folder. One with a head unlike its embedding is served with it, whatever
-        ``tie_word_embeddings`` says, as by transformers; the model's config says so from then on.
-
-        Raises the errors of ``stored_tensors`` and ``check_tensors`` of :mod:`punica.models.checkpoint` (without
-        change), and of its ``load_tensors`` (the model has no weights then).
+        """Read a Hugging Face folder. A head unlike its embedding is kept, whatever ``tie_word_embeddings`` says, as by
+        transformers. Errors of `stored_tensors` and `check_tensors` (:mod:`punica.models.checkpoint`) change nothing;
+        after those of `load_tensors` the model has no weights.
         """
         stored = self._stored_tensors(folder)
         entries = self.checkpoint_entries()
@@ -234,8 +232,8 @@ class LlamaForCausalLM(nn.Module):
         if head.shape == embedding.shape and torch.equal(head.read(), embedding.read()):
             return None
         warnings.warn(
-            f"tie_word_embeddings is true, but the checkpoint's {HEAD} differs from {EMBEDDING}: the head is kept, as "
-            "in transformers; set tie_word_embeddings to false in config.json",
+            f"tie_word_embeddings is true, but the checkpoint's {HEAD} differs from {EMBEDDING}: the head is kept; set "
+            "tie_word_embeddings to false in config.json",
             stacklevel=3,
         )
         stored[HEAD] = head

@@ -5,8 +5,7 @@ In a head of size D at position m, pair i (0 <= i < D/2) is rotated by the angle
     out_i       = x_i       * cos(m f_i) - x_{i+D/2} * sin(m f_i)
     out_{i+D/2} = x_{i+D/2} * cos(m f_i) + x_i       * sin(m f_i),        f_i = theta ** (-2 i / D)
 
-(the halves layout of Hugging Face checkpoints). The scalar product of a rotated query and key then depends only on
-the distance of their positions. Long-context models change the frequencies, and some scale the result.
+(the halves layout of Hugging Face checkpoints). Long-context models change the frequencies, and some scale the result.
 """
 
 from typing import Any, cast
