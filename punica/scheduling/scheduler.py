@@ -228,7 +228,7 @@ class Scheduler:
             request = self.rule.candidate(self.waiting, self.is_resident)
             if not self._has_place(request, admitted, pinned):
                 break
-            hit = self._hit(request) if isinstance(self.blocks, PrefixCache) else ()
+            hit = self._hit(request, self.blocks) if isinstance(self.blocks, PrefixCache) else ()
             first = len(hit) * self.blocks.block_size
             end = self._end_of_piece(request, first, left)
             if not (first < end <= first + self.max_tokens - num_rows and self._may_start(request, hit)):
@@ -265,13 +265,12 @@ class Scheduler:
             self.partial = request if end < request.num_tokens else None
         return end - first
 
-    def _hit(self, request: RequestState) -> Sequence[int]:
+    def _hit(self, request: RequestState, blocks: PrefixCache) -> Sequence[int]:
         """Return the cached blocks that a waiting request begins with; its last token is computed in any case."""
-        assert isinstance(self.blocks, PrefixCache)
         request.prefix_key = self.key_of(request, not (self.running or self.leaving))
         if request.prefix_key is None:
             return ()
-        return self.blocks.find(request.tokens_between, request.num_tokens - 1, request.prefix_key)
+        return blocks.find(request.tokens_between, request.num_tokens - 1, request.prefix_key)
 
     def _has_place(self, candidate: RequestState, admitted: list[RequestState], pinned: Collection[int]) -> bool:
         return (
