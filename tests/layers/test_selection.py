@@ -14,7 +14,6 @@ from punica.layers import (
     register_layer_class,
     resolve_layer_class,
 )
-from punica.layers.utils import _fully_sharded_can_replace
 from punica.parallel import (
     ColumnParallelLinear,
     LogitsProcessor,
@@ -128,26 +127,6 @@ def test_keywords_are_required(cls):
     ):
         with pytest.raises(TypeError):
             cls.can_replace_layer(*arguments, **options)
-
-
-class Sharded(ColumnParallelLinearWithLoRA):
-    """How a fully sharded class reuses its parent's test."""
-
-    @classmethod
-    @_fully_sharded_can_replace
-    def can_replace_layer(cls, **layer):
-        return super().can_replace_layer(**layer, decorate=False)
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("base", [ColumnParallelLinear(4, 4), RowParallelLinear(4, 4)], ids=["column", "row"])
-def test_decorators(sharded, base):
-    config = config_for(fully_sharded_loras=sharded)
-    arguments = {"source_layer": base, "lora_config": config, "packed_modules_list": []}
-    suits = isinstance(base, ColumnParallelLinear)
-    assert Sharded.can_replace_layer(**arguments) is (suits and sharded)
-    assert ColumnParallelLinearWithLoRA.can_replace_layer(**arguments) is (suits and not sharded)
-    assert ColumnParallelLinearWithLoRA.can_replace_layer(**arguments, decorate=False) is suits
 
 
 def test_registered_replacement_stands_for_the_class():

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from punica.adapters.names import is_projection_name
 from punica.models import MixtureOfExpertsForCausalLM
 from tests.models.moe_world import factors, loaded, logits_of, managed, merged, saved, wanted, write
 
@@ -115,8 +114,3 @@ def test_two_spellings_at_once_are_refused(world, tmp_path):
     write(tmp_path, tensors, 4, 8)
     with pytest.raises(ValueError, match="two of the spellings stacked, per expert, by projection"):
         logits(MixtureOfExpertsForCausalLM(folder), tmp_path)
-
-
-def test_names():
-    assert is_projection_name("model.layers.0.mlp.experts.w1")
-    assert not any(map(is_projection_name, ("mlp.experts", "mlp.experts.0.w1", "mlp.gate_proj", "experts.base_layer")))

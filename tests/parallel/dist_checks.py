@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from punica.parallel import (
-    QKVParallelLinear,
     TorchDistGroup,
-    VocabParallelEmbedding,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
@@ -30,12 +28,11 @@ REDUCTIONS = [((2, 3), torch.bfloat16), ((7,), torch.int64), ((0, 3), torch.floa
 
 
 def everything(rank: int) -> dict[str, Any]:
-    """One world's verdicts on collectives and places (of layers: `tests/layers/tensor_parallel_checks`)."""
+    """One world's verdicts on collectives (of layers: `tests/layers/tensor_parallel_checks`)."""
     size = get_tensor_model_parallel_world_size()
     answers = {
         "gathers": [gathers(*gather) for gather in GATHERS],
         "reductions": [reduces(*reduction) for reduction in REDUCTIONS],
-        "places": places(),
         "default device": under_a_default_device(),
     }
     return answers | ({"disagreement": disagreement(), "group": use_of_a_group()} if size > 1 else {})
@@ -124,16 +121,3 @@ def refusal(call: Callable[[], Any]) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def places() -> dict[str, Any]:
-    """What layers built inside a group say of their place."""
-    size = get_tensor_model_parallel_world_size()
-    heads, kv_heads = (32, 8) if size == 4 else (4, 4)
-    qkv = QKVParallelLinear(16, 2, heads, kv_heads)
-    example = VocabParallelEmbedding(6, 3, org_num_embeddings=4, padding_size=4)
-    return {
-        "rank": (qkv.tp_rank, example.tp_rank),
-        "qkv": (qkv.num_heads, qkv.num_kv_heads, qkv.num_kv_head_replicas, qkv.output_sizes),
-        "vocabulary": example.get_sharded_to_full_mapping(),
-    }

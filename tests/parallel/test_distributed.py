@@ -55,14 +55,5 @@ def test_group_knows_its_place_until_closed(tp_size: int) -> None:
 
 
 @any_size
-def test_layers_take_their_place_from_the_group(tp_size: int) -> None:
-    qkv = {1: (4, 4, 1, [8, 8, 8]), 2: (2, 2, 1, [8, 8, 8]), 4: (8, 2, 1, [64, 16, 16])}
-    vocabulary = {1: None, 2: [0, 1, 4, 5, 2, 3, 6, 7], 4: [0, 2, 4, 6, 1, 3, 5, 7]}
-    assert [answers["places"] for answers in world_of(tp_size)] == [
-        {"rank": (rank, rank), "qkv": qkv[tp_size], "vocabulary": vocabulary[tp_size]} for rank in range(tp_size)
-    ]
-
-
-@any_size
 def test_a_default_device_is_not_where_shapes_are_compared(tp_size: int) -> None:
     assert [answers["default device"] for answers in world_of(tp_size)] == [[*range(tp_size)]] * tp_size
