@@ -26,7 +26,7 @@ from punica.checks import check_count
 from punica.config import LoRAConfig
 from punica.layers.utils import base_weight
 from punica.metadata import LoRAMapping, RowGroups
-from punica.parallel import all_ranks_agree, check_free_for_all
+from punica.parallel import all_ranks_agree, check_free
 from punica.wrapper import get_punica_wrapper
 
 
@@ -60,7 +60,7 @@ class LoRAModelManager(AdapterCache):
         with all_ranks_agree():  # a rank with too little memory must not leave the others with a wrapped model
             weight = base_weight(layers[0].layer)
             config.verify_with_model_config(weight)
-            check_free_for_all([wrap.slots_need(model, config)], weight.device)
+            check_free([wrap.slots_need(model, config)], weight.device)
             self.punica_wrapper = get_punica_wrapper(
                 max_num_batched_tokens, max_num_seqs, device, max_loras=config.max_loras, lora_config=config
             )

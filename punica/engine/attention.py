@@ -22,7 +22,7 @@ from punica.models import LlamaForCausalLM
 from punica.ops.backbone import MAX_HEAD_SIZE, PackedHeads
 from punica.ops.expect import FLOATS
 from punica.ops.quant import E4M3, saturated
-from punica.parallel import check_free
+from punica.parallel import Need, check_free
 from punica.scheduling import Span
 
 INVARIANT_SPLITS = 4
@@ -42,11 +42,12 @@ class KVCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         weight, shape = model.lm_head.weight, (num_blocks * block_size, model.num_kv_heads, model.head_size)
         self.dtype, self.model_dtype = (E4M3 if fp8 else weight.dtype), weight.dtype
-        check_free(
+        need = Need(
             f"a KV cache of {num_blocks} blocks of {block_size} tokens",
             num_blocks * block_size * token_bytes(model, fp8=fp8),
-            weight.device, "lower EngineConfig.num_blocks, max_batch_size or max_model_len",
-        )  # fmt: skip
+            "lower EngineConfig.num_blocks, max_batch_size or max_model_len",
+        )
+        check_free([need], weight.device)
         self.keys = [weight.new_empty(shape, dtype=self.dtype) for _ in range(model.num_layers)]
         self.values = [weight.new_empty(shape, dtype=self.dtype) for _ in range(model.num_layers)]
         self._head_first = [

@@ -18,7 +18,7 @@ from punica.ops.quant import E4M3
 from punica.parallel import (
     Need,
     all_ranks_agree,
-    check_free_for_all,
+    check_free,
     free_bytes,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
@@ -282,7 +282,7 @@ def cache_for(
             config.total_blocks * config.block_size * token_bytes(model, fp8=config.fp8_kv_cache),
             "lower EngineConfig.num_blocks, max_batch_size or max_model_len",
         )
-        check_free_for_all([need] if lora_config is None else [need, slots_need(model, lora_config)], weight.device)
+        check_free([need] if lora_config is None else [need, slots_need(model, lora_config)], weight.device)
         return KVCache(model, config.total_blocks, config.block_size, fp8=config.fp8_kv_cache)
     wanted = model.num_layers, model.num_kv_heads, model.head_size, weight.dtype, weight.device
     found = len(cache.keys), *cache.keys[0].shape[1:], cache.model_dtype, cache.keys[0].device

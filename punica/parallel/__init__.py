@@ -42,5 +42,5 @@ from punica.parallel.linear import (
     set_batch_invariant,
 )
 from punica.parallel.logits import LogitsProcessor
-from punica.parallel.memory import Need, check_free, check_free_for_all, free_bytes
+from punica.parallel.memory import Need, check_free, free_bytes
 from punica.parallel.moe import FusedMoE, MoEConfig, MoEParallelConfig, place_experts, route

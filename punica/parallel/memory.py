@@ -74,16 +74,13 @@ def _left_in(group: Path, accounting: _Accounting) -> int | None:
     return limit - max(0, used - cached)
 
 
-def check_free(what: str, wanted: int, device: torch.device, remedy: str) -> None:
-    """ValueError if ``wanted`` bytes are more than what is free on the device; ``what`` takes them, ``remedy`` takes
-    fewer. Memory that a CPU only promises counts: a step that first writes to it would otherwise end the process.
+def check_free(needs: Sequence[Need], device: torch.device) -> None:
+    """ValueError if allocations together are more than what is free on the device. Memory that a CPU only promises
+    counts: a step that first writes to it would otherwise end the process.
     """
-    if device.type != "meta" and wanted > (free := free_bytes(device)):
-        raise ValueError(f"{what} would take {wanted} bytes, {free} are free on {device}; {remedy}")
-
-
-def check_free_for_all(needs: Sequence[Need], device: torch.device) -> None:
-    """ValueError if several allocations together are more than what is free."""
-    named = [need.what if len(needs) == 1 else f"{need.what} ({need.nbytes} bytes)" for need in needs]
+    wanted = sum(need.nbytes for need in needs)
+    if device.type == "meta" or wanted <= (free := free_bytes(device)):
+        return
+    named = " and ".join(need.what if len(needs) == 1 else f"{need.what} ({need.nbytes} bytes)" for need in needs)
     remedies = ", or ".join(need.remedy for need in needs)
-    check_free(" and ".join(named), sum(need.nbytes for need in needs), device, remedies)
+    raise ValueError(f"{named} would take {wanted} bytes, {free} are free on {device}; {remedies}")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from punica.parallel import Need, check_free, check_free_for_all, free_bytes, memory
+from punica.parallel import Need, check_free, free_bytes, memory
 from punica.parallel.memory import container_bytes
 
 CPU = torch.device("cpu")
@@ -76,12 +76,11 @@ def test_the_least_of_machine_and_container_counts(monkeypatch) -> None:
 def test_several_allocations_are_checked_against_their_sum(monkeypatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: 100)
     needs = [Need("a cache", 60, "shorten it"), Need("3 slots", 41, "take two")]
-    check_free("a cache", 100, CPU, "shorten it")
-    check_free_for_all(needs[:1], CPU)
-    check_free_for_all([needs[0], Need("2 slots", 40, "")], CPU)
-    check_free_for_all(needs, torch.device("meta"))
+    check_free(needs[:1], CPU)
+    check_free([needs[0], Need("2 slots", 40, "")], CPU)
+    check_free(needs, torch.device("meta"))
     both = r"^a cache \(60 bytes\) and 3 slots \(41 bytes\) would take 101 bytes, 100 .*; shorten it, or take two$"
     with pytest.raises(ValueError, match=both):
-        check_free_for_all(needs, CPU)
+        check_free(needs, CPU)
     with pytest.raises(ValueError, match=r"^3 slots would take 101 bytes, 100 are free on cpu; take two$"):
-        check_free_for_all([Need("3 slots", 101, "take two")], CPU)
+        check_free([Need("3 slots", 101, "take two")], CPU)
