@@ -225,6 +225,8 @@ def _check_follows(engine: Engine) -> None:
             f"the engine's admission rule is {type(engine.scheduler.rule).__name__}; a runner's must be 'fcfs', the "
             "scheduler of the cluster decides everything else"
         )
+    if config.prefix_cache:
+        raise ValueError("the engine has a prefix cache, whose blocks the scheduler cannot count; leave it out")
     if manager is not None and manager.lora_slots < config.max_batch_size:
         raise ValueError(
             f"the engine has {manager.lora_slots} adapter slots (max_loras) for batches of {config.max_batch_size}: a "

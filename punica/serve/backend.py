@@ -87,6 +87,9 @@ class Metrics:
         self._generated = self.counter("punica_generated_tokens", "Generated tokens")
         self._steps = self.counter("punica_steps", "Model invocations")
         self._preempted = self.counter("punica_preemptions", "Requests sent back to the queue")
+        self._hits = self.counter("punica_prefix_hit_tokens", "Tokens of joining requests found in the prefix cache")
+        self._misses = self.counter("punica_prefix_missed_tokens", "Tokens of joining requests not found there")
+        self._evictions = self.counter("punica_prefix_evicted_blocks", "Blocks of the prefix cache given to others")
         self._running = self.gauge("punica_requests_running", "Requests in the last step")
         self._waiting = self.gauge("punica_requests_waiting", "Requests that wait for a step")
         self._first = histogram("punica_first_token_seconds", "Arrival to first token", buckets=_SECONDS)
@@ -97,6 +100,9 @@ class Metrics:
     def note_step(self, statistics: StepStatistics, num_unfinished: int) -> None:
         """Count one step, after which ``num_unfinished`` requests are left."""
         num_running = min(statistics.batch_size, num_unfinished)
+        self._hits.inc(statistics.num_hit_tokens)
+        self._misses.inc(statistics.num_missed_tokens)
+        self._evictions.inc(statistics.num_evicted_blocks)
         self._note(statistics.batch_size > 0, statistics.num_preempted, num_running, num_unfinished - num_running)
 
     def note_idle(self) -> None:

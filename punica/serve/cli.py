@@ -69,6 +69,7 @@ def parser() -> ArgumentParser:
         ("max-loras", None, 1, "adapter slots"), ("max-cpu-loras", None, 1, "adapters in host memory"),
         ("max-lora-rank", None, 1, "largest rank"), ("max-model-len", None, 2, "tokens of one request"),
         ("max-batch-size", None, 1, "requests of one step"),
+        ("prefill-chunk", None, 1, "rows of prompts in one step; longer prompts take several"),
     ):  # fmt: skip
         meaning += "; default: as Engine.from_pretrained" if default is None else f"; default: {default}"
         add(f"--{name}", type=number(int, lowest), default=default, metavar="N", help=meaning)
@@ -85,6 +86,7 @@ def parser() -> ArgumentParser:
     add("--adapter-templates", action="store_true",
         help="chats use the template in their adapter's folder, in the server's process: for trusted folders",
     )  # fmt: skip
+    add("--prefix-cache", action="store_true", help="equal beginnings of prompts are computed once")
     add("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")
     return made
 
@@ -140,9 +142,11 @@ def _check_folders(options: Namespace) -> None:
 
 def _sizes(options: Namespace) -> dict[str, Any]:
     """Return the sizes of an engine; ValueError: a runner of ``--ray`` has no slot for every request of its batch."""
-    names = ("max_model_len", "max_batch_size", "max_loras", "max_cpu_loras", "max_lora_rank", "dtype")
+    names = ("max_model_len", "max_batch_size", "max_loras", "max_cpu_loras", "max_lora_rank", "prefill_chunk", "dtype")
     sizes = {name: value for name in names if (value := getattr(options, name)) is not None}
-    sizes["adapter_templates"] = options.adapter_templates
+    sizes |= {"adapter_templates": options.adapter_templates, "prefix_cache": options.prefix_cache}
+    if "prefill_chunk" in sizes:
+        sizes["admission"] = "chunked"
     if options.allow_folder and not options.adapter:
         sizes.setdefault("max_lora_rank", 16)
     if options.ray is None:

@@ -132,7 +132,7 @@ class GenerationResponse(Response):
             for choice in ending_at(params_of(body, defaults, room), end_tokens).choices():
                 name = f"{self._head['id']}-{len(requests)}"
                 try:
-                    requests.append(Request(name, tokens, choice, self._adapter))
+                    requests.append(Request(name, tokens, choice, self._adapter, body.cache_salt or ""))
                 except (TypeError, ValueError) as error:
                     raise ApiError(400, str(error), body.prompt_name) from error
         return requests
