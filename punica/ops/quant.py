@@ -174,11 +174,6 @@ class Fp8Matrix:
         """Return the matrix in float32, of the same shape."""
         return dequantize(self.values, self.scale)
 
-    def scaled(self, factor: float) -> Fp8Matrix:
-        """Multiply the scales by ``factor``; the values stay, but for the sign of a negative one."""
-        values = self.values if factor >= 0 else (-self.values.float()).to(self.dtype)
-        return Fp8Matrix(values, self.scale * abs(factor))
-
     def cut(self, part: Callable[[Tensor], Any]) -> Fp8Matrix:
         """Apply ``part``, which selects rows and columns of a tensor, to values and scales."""
         values = part(self.values)
