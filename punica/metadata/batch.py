@@ -56,7 +56,7 @@ class LoRABatch:
     def fill(self, rows: RowGroups, sampled: RowGroups | None = None) -> None:
         """Begin a step with these rows; ``sampled`` None: every row is sampled. Asynchronous on the current stream.
 
-        ValueError, and no change: more rows than N, or a slot outside ``[-1, L)``. RuntimeError: ``sampled`` by itself.
+        ValueError, and no change: more rows than N, or a slot outside ``[-1, L)``. RuntimeError: ``sampled`` alone.
         """
         if self._tokens is not None:
             raise RuntimeError("the sampled rows are filled together with their step: fill that one")

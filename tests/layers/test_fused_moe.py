@@ -225,11 +225,11 @@ def test_two_ranks_in_16_bits_equal_one(device, backend):
 
 
 @pytest.mark.parametrize(
-    ("placement", "wanted"), [("linear", [[0, 1, 2], [3, 4]]), ("round_robin", [[0, 2, 4], [1, 3]])]
+    ("placement", "wanted"), [("linear", [[0, 1, 2], [3, 4], [5, 6]]), ("round_robin", [[0, 3, 6], [1, 4], [2, 5]])]
 )
-def test_placement_of_five_experts(placement, wanted):
-    assert [place_experts(5, 2, rank, placement) for rank in (0, 1)] == wanted
-    assert expert_map_of(wanted[1], 5).tolist() == [wanted[1].index(e) if e in wanted[1] else -1 for e in range(5)]
+def test_placement_of_seven_experts(placement, wanted):
+    assert [place_experts(7, 3, rank, placement) for rank in (0, 1, 2)] == wanted
+    assert expert_map_of(wanted[1], 7).tolist() == [wanted[1].index(e) if e in wanted[1] else -1 for e in range(7)]
 
 
 @pytest.mark.parametrize(

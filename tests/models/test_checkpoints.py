@@ -152,9 +152,8 @@ def test_packed_experts_of_another_shape(tmp_path, name, wrong) -> None:
     tensors = {one: tensor.clone() for one, tensor in reference.state_dict().items()}
     tensors[f"model.layers.1.mlp.experts.{name}"] = torch.zeros(wrong)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=re.escape(f"has shape {wrong}, packed experts of this model have")) as caught:
+    with pytest.raises(ValueError, match=rf"layers\.1\.mlp\.experts\.{name} .*{re.escape(str(wrong))}"):
         load_model(tmp_path)
-    assert f"model.layers.1.mlp.experts.{name}" in str(caught.value)
 
 
 # --- quantised bases -------------------------------------------------------------------------------------------------

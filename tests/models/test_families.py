@@ -6,14 +6,8 @@ import pytest
 import torch
 import transformers
 
-from punica.models import LlamaForCausalLM, MixtureOfExpertsForCausalLM, load_model
+from punica.models import LlamaForCausalLM, load_model
 from tests.models.test_llama import SIZES
-
-
-def test_a_folder_with_experts_loads_by_the_same_call(tmp_path) -> None:
-    config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
-    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
-    assert isinstance(load_model(tmp_path), MixtureOfExpertsForCausalLM)
 
 
 @pytest.mark.parametrize(

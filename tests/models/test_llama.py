@@ -13,7 +13,7 @@ from punica.adapters import LoRAModelManager
 from punica.config import LoRAConfig
 from punica.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 from punica.metadata import LoRAMapping
-from punica.models import LlamaForCausalLM, load_model
+from punica.models import LlamaForCausalLM, MixtureOfExpertsForCausalLM, load_model
 from punica.models.rotary import inverse_frequencies
 from punica.parallel import ParallelLMHead
 from tests.models.moe_world import hugging_face, logits_of, wanted
@@ -151,18 +151,22 @@ def test_missing_or_damaged_files(tmp_path) -> None:
         model.load_weights(tmp_path)
 
 
-def test_configs_that_are_not_a_llama(tmp_path) -> None:
-    with pytest.raises(TypeError, match="Qwen3Config or a folder, got dict"):
-        LlamaForCausalLM({"hidden_size": 64})
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        LlamaForCausalLM(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match="'gpt2'"):
-        LlamaForCausalLM(tmp_path)
-    with pytest.raises(ValueError, match="'gelu'"):
-        LlamaForCausalLM(make_config(hidden_act="gelu"))
-    with pytest.raises(ValueError, match=r"'dynamic'.*llama3"):
-        LlamaForCausalLM(make_config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}))
+def test_configs_of_other_models(tmp_path) -> None:
+    for model_class, given in ((LlamaForCausalLM, {"hidden_size": 64}), (MixtureOfExpertsForCausalLM, 3)):
+        with pytest.raises(TypeError, match=r"MixtralConfig|Qwen3Config"):
+            model_class(given)
+        with pytest.raises(FileNotFoundError, match=r"config\.json"):
+            model_class(tmp_path)
+    for model_class, kind in ((LlamaForCausalLM, "gpt2"), (MixtureOfExpertsForCausalLM, "llama")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        with pytest.raises(ValueError, match=kind):
+            model_class(tmp_path)
+    for changes in (
+        {"hidden_act": "gelu"},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ):
+        with pytest.raises(ValueError, match=r"'gelu'|'dynamic'"):
+            LlamaForCausalLM(make_config(**changes))
 
 
 def test_weights_that_are_no_numbers_are_refused_and_the_model_counts_as_empty(tmp_path) -> None:

@@ -1,6 +1,5 @@
 """Mixtral and Qwen3-MoE compute what transformers computes; adapters on experts what merged weights compute."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -150,14 +149,3 @@ def test_the_engine_serves_mixed_requests(world, tmp_path):
     found = [result.token_ids for result in engine.generate(prompts, [*adapters, None], 6)]
     models = [merged(theirs, all_layers[0], 1.0), merged(theirs, all_layers[1], 2.0), theirs]
     assert found == [greedy(merged_model, prompt, 6) for prompt, merged_model in zip(prompts, models, strict=True)]
-
-
-def test_configs(tmp_path):
-    with pytest.raises(TypeError, match="MixtralConfig"):
-        MixtureOfExpertsForCausalLM(3)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ValueError, match="llama"):
-        MixtureOfExpertsForCausalLM(tmp_path)
-    config = MixtureOfExpertsForCausalLM.resolve_config(CONFIGS["mixtral"])
-    config.sliding_window = 8
-    assert MixtureOfExpertsForCausalLM(config).max_context == 8  # beyond it the window would hide tokens
