@@ -17,7 +17,6 @@ H_IN, H_OUT, RANK = 16, 4096, 16
 
 
 def _latency(rows: Rows, system: str, workload: str) -> pd.Series:
-    """Return Figure 8's latency of an operator by batch size."""
     return curve(rows.figure("8"), "latency", system=system, workload=workload, rank=RANK)
 
 

@@ -110,7 +110,6 @@ class Hour:
 
 @cache
 def published() -> Hour:
-    """Return the paper's hour."""
     return Hour(as_rows(read_figure(REPOSITORY / "paper_results", "13")), MEASURED)
 
 

@@ -72,7 +72,6 @@ class Verdict:
 
     @property
     def intervals_said(self) -> str:
-        """The intervals in words."""
         return "; ".join(f"{name}={low:.4g} to {high:.4g}" for name, (low, high) in self.interval.items())
 
 
@@ -179,7 +178,6 @@ class Judge:
         )  # fmt: skip
 
     def _without_value(self, verdict: Verdict, statement: Statement, rows: Rows, reason: str) -> Verdict:
-        """Return the verdict on a claim whose rows are missing."""
         if not scales_of(statement, self.hardware, rows):
             return replace(verdict, verdict=NOT_IMPLEMENTED, reason="no script measures it")
         if self._most.get(statement.id) == NOT_TESTABLE:
@@ -198,7 +196,6 @@ def _read(path: Path, here: str, column: str) -> dict[str, str]:
 
 
 def _remark(word: str, bounds: Tests, found: Mapping[str, float]) -> str:
-    """Say which bounds the value misses."""
     missed = [missed_bounds(bounds[test], found) for test in ("shape", "relation")]
     if word == DIFFERS:
         return f"misses: {missed[0]}"
@@ -230,7 +227,6 @@ def as_frame(verdicts: Sequence[Verdict]) -> pd.DataFrame:
 
 @lru_cache(maxsize=1)
 def scripts() -> dict[str, str]:
-    """Map figures to the scripts that measure them."""
     return {experiment.figure: experiment.name for experiment in experiments()}
 
 

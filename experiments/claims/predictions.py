@@ -181,7 +181,7 @@ def rules_table(rows: pd.DataFrame) -> list[str]:
     if PUNICA not in value:
         return []
     over = value.drop(columns=PUNICA).div(value[PUNICA], axis=0).groupby(level="what", sort=False)
-    low, high = (ends.reindex(dict.fromkeys(RULES.values())) for ends in (over.min(), over.max()))
+    low, high = (ends.reindex(list(dict.fromkeys(RULES.values()))) for ends in (over.min(), over.max()))
     spans = low.map("{:.2f}".format) + " to " + high.map("{:.2f}".format)
     loads = len(value.index.unique("panel"))
     head = ("rule", *(f"{name} / Punica's" for name in spans.index))

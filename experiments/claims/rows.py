@@ -70,12 +70,10 @@ class Rows:
         return self._values[list(places), None]
 
     def ratio(self, upper: int, lower: int) -> float:
-        """Divide the number at one place by that at another: the median of the ratios of their common repeats."""
         above, below = self.together([upper, lower])
         return float(np.median(above / below))
 
     def scale(self, figure: str) -> str:
-        """Return the scale of the rows of ``figure``; empty without rows."""
         return str(self._figures[figure]["scale"].iloc[0]) if figure in self._figures else ""
 
     def timers(self, names: Sequence[str]) -> list[str]:
@@ -156,7 +154,6 @@ def at(values: pd.Series, index: float, what: str = "batch size") -> float:
 
 
 def ratio(values: pd.Series, upper: float, lower: float) -> float:
-    """Divide the value at ``upper`` by the value at ``lower``."""
     return at(values, upper) / at(values, lower)
 
 

@@ -116,7 +116,6 @@ def decode_steps_of_one_adapter(outputs: Sequence[int], adapters: Sequence[int],
 
 
 def share(steps: Counter[int], smallest: int, largest: int) -> float:
-    """Return the share of ``steps`` by batch size from ``smallest`` to ``largest``."""
     return sum(count for size, count in steps.items() if smallest <= size <= largest) / steps.total()
 
 

@@ -28,7 +28,6 @@ class Ask(NamedTuple):
 
     @property
     def right(self) -> Tokens:
-        """The right tokens."""
         return self.prompt.answers[self.model]
 
 
@@ -84,7 +83,6 @@ class Run:
         return tokens
 
     def label(self, ask: Ask) -> str:
-        """Describe the tenant of a request."""
         return f"{ask.name}, now {self._about[ask.model]}" if ask.name else self._about[ask.model]
 
     def _owner(self, ask: Ask, got: Tokens, beside: Sequence[Ask]) -> str:
@@ -108,7 +106,6 @@ class Run:
         return await self.server.change("load_lora_adapter", **fields, **({"load_inplace": True} if in_place else {}))
 
     async def unload(self, name: str = SWAPPED) -> int:
-        """Have the server unload an adapter; return the status."""
         return await self.server.change("unload_lora_adapter", lora_name=name)
 
 

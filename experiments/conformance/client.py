@@ -24,7 +24,6 @@ class Answer:
 
     @property
     def tokens(self) -> Tokens:
-        """Token ids of the text."""
         return tuple(map(int, re.findall(r"w(\d+)", self.text)))
 
 

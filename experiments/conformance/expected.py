@@ -50,11 +50,9 @@ class World:
 
     @property
     def models(self) -> list[str]:
-        """Names of the base model and the adapters."""
         return [BASE, *(tenant.name for tenant in self.tenants)]
 
     def adapter(self, name: str) -> Path:
-        """Return an adapter's folder."""
         return (self.folder / weights.ADAPTERS / name).resolve()
 
     def sure(self, model: str, shares: bool = False) -> list[Prompt]:

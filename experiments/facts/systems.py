@@ -111,7 +111,6 @@ def name_of(system: str) -> str:
 
 
 def short_name(system: str) -> str:
-    """Name of one of our systems within a list."""
     return name_of(system).partition(",")[0]
 
 

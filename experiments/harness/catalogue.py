@@ -60,7 +60,6 @@ class RecordedSet:
 
     @property
     def script(self) -> str:
-        """The script that it runs, which has one file of rows."""
         return self.run.split()[0]
 
     def command(self, machine: str, round_: int, vllm_python: str | None) -> list[str]:

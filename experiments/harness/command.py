@@ -185,7 +185,6 @@ def with_options(name: str, doc: str, module: str, conf: type[S], job: Callable[
 
 
 def given() -> list[str]:
-    """The overrides of the command line that started this run."""
     return list(HydraConfig.get().overrides.task)
 
 

@@ -27,7 +27,6 @@ class Point:
     timer: str = ""
 
     def columns(self) -> dict[str, Any]:
-        """The row columns that this point decides."""
         return {name: value for name, value in vars(self).items() if name != "settings"}
 
     def key(self) -> str:
@@ -59,7 +58,6 @@ class Reading:
     engine: str = ""  # of a number from another process: versions and settings of the engine there
 
     def columns(self) -> dict[str, Any]:
-        """The row columns that this reading decides."""
         return dict(vars(self))
 
 

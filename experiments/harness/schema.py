@@ -93,7 +93,6 @@ class ModelConf(Settings):
         return self.num_hidden_layers * per_layer + 2 * self.vocab_size * hidden + hidden
 
     def kv_elements(self) -> int:
-        """Keys and values of one token in all layers."""
         return 2 * self.num_hidden_layers * self._key_value_width()
 
     def _key_value_width(self) -> int:

@@ -40,7 +40,6 @@ class Place(NamedTuple):
 
 
 def source_of(experiment: object) -> str:
-    """Return the fingerprint of an experiment's own script."""
     return fingerprint(Path(inspect.getfile(type(experiment))).resolve())
 
 

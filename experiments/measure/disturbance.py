@@ -87,7 +87,6 @@ def cpu_times() -> CpuTimes | None:
 
 
 def other_seconds(before: CpuTimes, after: CpuTimes) -> float:
-    """Return the CPU seconds of other processes on our cores in between, at least 0."""
     return max(0.0, (after.busy - before.busy) - (after.own - before.own))
 
 

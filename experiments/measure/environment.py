@@ -98,7 +98,6 @@ def usable_cores() -> int:
 
 
 def installed(package: str) -> str:
-    """Installed version of `package`, or an empty string."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -20,7 +20,6 @@ ATTEMPTS = 5
 
 
 def sgmv_flop(rows: int, h_in: int, h_out: int) -> int:
-    """Floating-point operations of one SGMV launch over `rows` rows."""
     return 2 * rows * h_in * h_out
 
 
@@ -30,7 +29,6 @@ def sgmv_io_bytes(rows: int, adapters: int, h_in: int, h_out: int, element_bytes
 
 
 def sgmv_intensity(rows: int, adapters: int, h_in: int, h_out: int, element_bytes: int = 2) -> float:
-    """FLOP per byte of one SGMV launch."""
     return sgmv_flop(rows, h_in, h_out) / sgmv_io_bytes(rows, adapters, h_in, h_out, element_bytes)
 
 

@@ -69,7 +69,6 @@ def _draw_cluster(figure: SubFigure, rows: pd.DataFrame, paper: pd.DataFrame | N
 
 
 def _summary(axis: Axes, what: str) -> str:
-    """Mean or largest value of the lines after the paper's, and in brackets the paper's."""
     paper, *ours = (getattr(np.asarray(line.get_ydata()), what)() for line in axis.get_lines())
     first, *_ = said = [f"{value:.3g}" if value < 1000 else f"{value:.0f}" for value in (paper, *ours)]
     return f"{what} {', '.join(said[1:])} ({first})"

@@ -173,7 +173,6 @@ def _marked(xs: Sequence[float]) -> list[int]:
 
 
 def _finish(figure: Figure, words: str, rows: pd.DataFrame, paper: pd.DataFrame, line: str) -> None:
-    """Write the caption, and a legend of lines before one of looks."""
     names = [name for name in dict.fromkeys(rows[line]) if name]
     if lacking := [name for name in names if not (paper[line] == name).any()] if len(paper) else []:
         words = f"{words} Not in the paper: {', '.join(lacking)}."

@@ -38,7 +38,6 @@ LONE = {"linestyle": "", "markersize": 4.5}
 COLLECTIVES: dict[str, Any] = {"facecolor": "black", "edgecolor": "white", "linewidth": 0.3}
 SERVED = {"step_latency": "decode step (ms)", "prompt_latency": "prompts (ms)", "output_throughput": "output token/s"}
 """Metrics of engines and servers, and labels."""
-RATIO, ALLOWED = "distinct_over_backbone_identical", "bytes_ratio"
 
 
 def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
@@ -85,15 +84,12 @@ def draw_hero(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
 
 def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-    """A column per number of ranks: throughput, steps and their collectives; memory of adapters, and the ratio of
-    bytes.
-    """
+    """A column per number of ranks: throughput; steps and their collectives."""
     rows, paper = centre(rows), under_our_names(paper)
     panels = [panel for panel in dict.fromkeys(rows["panel"]) if not panel.endswith("ratios")]
-    width = [2.4] * len(panels) + [1.5]
-    figure, axes = style.grid(2, len(width), style.PAGE, 5.2, sharex=False, sharey=False, width_ratios=width)
+    figure, axes = style.grid(2, len(panels), style.PAGE, 5.2, sharex=False, sharey=False)
     shown, rates = paper.iloc[:0], rows[rows["metric"] == "throughput"]
-    for (above, below), panel in zip(axes.T, panels, strict=False):
+    for (above, below), panel in zip(axes.T, panels, strict=True):
         mine = rates[rates["panel"] == panel]
         model = mine["model"].iloc[0]
         alike = role_of(model) == "70B"  # tokens of another model are no match for its
@@ -106,14 +102,6 @@ def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         above.set_title(f"{model} on {panel.rpartition(', tp ')[2]} ranks" + "\n(paper: 70B on 8 GPUs)" * alike)
     axes[0, 0].set_ylabel("throughput (token/s)")
     axes[1, 0].set_ylabel("step (ms)")
-    memory = rows[rows["metric"] == "adapter_memory"].drop_duplicates(["panel", "system"])  # the same for all workloads
-    _side_by_side(axes[0, -1], memory.assign(value=memory["value"] / 1e9), "adapter slots (GB per rank)")
-    reached = rows[rows["metric"] == RATIO]
-    allowed = rows[rows["metric"] == ALLOWED].set_index(["panel", "system"])["value"]
-    _side_by_side(axes[1, -1], reached, "Distinct / backbone Identical\n(lines: of bytes, computed)")
-    for at, key in enumerate(zip(reached["panel"], reached["system"], strict=True)):
-        if key in allowed.index:
-            axes[1, -1].hlines(allowed[key], at - 0.45, at + 0.45, color="0.2", linewidth=1.4, zorder=5)
     handles = [*handles_of(rates, shown), Patch(label="collectives within the step", **COLLECTIVES)]
     title = "Figure 12: text generation on tensor-parallel ranks"
     style.finish(figure, words(title, rates, shown), handles, 4)
@@ -139,7 +127,6 @@ def draw_servers(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 
 
 def _steps(axis: Axes, mine: pd.DataFrame) -> None:
-    """Mean steps, and the share of each in collectives."""
     steps = mine[mine["metric"] == "step_latency"]
     shares = mine[mine["metric"] == "collective_share"].set_index(["system", "workload"])["value"]
     systems = list(dict.fromkeys(steps["system"]))
@@ -149,19 +136,6 @@ def _steps(axis: Axes, mine: pd.DataFrame) -> None:
             axis.bar(at, share * cell.value, 0.9 * GROUP / len(systems), zorder=4, **COLLECTIVES)
     axis.margins(y=0.12)
     group_names(axis, steps)
-
-
-def _side_by_side(axis: Axes, cells: pd.DataFrame, label: str) -> None:
-    """A bar for each of `cells`, named by its model and ranks."""
-    for at, (value, system) in enumerate(zip(cells["value"], cells["system"], strict=True)):
-        top = style.bar(axis, at, value, 0.9, system)
-        style.note(axis, f"{value:.2g}", at, top, zorder=5, bbox=style.BEHIND)
-    ranks = [str(panel).removesuffix(" ratios").rpartition(", ")[2] for panel in cells["panel"]]
-    models = [str(model).rpartition("-")[2] for model in cells["model"]]
-    axis.set_xticks(range(len(cells)), ["\n".join(names) for names in zip(models, ranks, strict=True)])
-    axis.set_ylabel(label)
-    axis.grid(axis="x", visible=False)
-    axis.margins(y=0.15)
 
 
 def handles_of(rows: pd.DataFrame, paper: pd.DataFrame) -> list[Any]:
@@ -223,7 +197,6 @@ def group_names(axis: Axes, rows: pd.DataFrame) -> None:
 
 
 def models_of(rows: pd.DataFrame) -> str:
-    """The models of an axis, and whose part they play."""
     return ", ".join(f"{model}{beside(model)}" for model in dict.fromkeys(rows["model"]))
 
 

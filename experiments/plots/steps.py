@@ -27,9 +27,6 @@ PARTS: dict[str, tuple[str, Any, str]] = {
 }
 """Part -> its name, colour and hatch; in drawing order."""
 CASES = {"": "no adapter", "Identical": "Identical", "Distinct": "Distinct"}
-SWITCHED = {"batch invariant": "D", "fp8 cache": "s"}
-"""Systems whose steps are marks on the bars of `punica`."""
-MARK: dict[str, Any] = {"color": "black", "markersize": 4, "markerfacecolor": "white"}
 READABLE = 0.07
 """Share of the longest bar from which a part carries its share of the step in percent."""
 BAR = 0.8
@@ -37,7 +34,7 @@ BAR = 0.8
 
 def draw_breakdown(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """One column per model, one row of axes per kind of step; each bar a case, its parts in ms and percent."""
-    rows = centre(rows)
+    rows = centre(rows[rows["system"] == "punica"])  # what switches cost is among the findings
     models = list(dict.fromkeys(rows["model"]))
     kinds = list(dict.fromkeys(zip(rows["panel"], rows["batch_size"], rows["seq_len"], strict=True)))
     height = 0.2 * rows["workload"].nunique() + 0.5
@@ -57,10 +54,6 @@ def draw_breakdown(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     drawn = [part for part in PARTS if (rows["metric"] == f"time_{part}").any()]
     handles: list[Any] = [Patch(label=PARTS[part][0], **_patch(part)) for part in drawn]
     handles.append(Line2D([], [], label="bytes / bandwidth", **style.FLOOR | {"color": "black"}))
-    handles += [
-        Line2D([], [], linestyle="", label=name, **MARK | {"marker": marker})
-        for name, marker in SWITCHED.items() if (rows["system"] == name).any()
-    ]  # fmt: skip
     words = "Where the time of a step goes: a bar is the step as a server sees it, its parts are those of watched "
     words += "steps."
     if longer := [one for one in watched if one > 1.005]:
@@ -71,7 +64,6 @@ def draw_breakdown(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 
 
 def _named(panel: str, batch: int, length: int) -> str:
-    """A kind of step in words."""
     decodes = f"{batch} decode{'s' * (batch > 1)}, context {length}"
     others = {"prefill": f"a prompt of {length}", "mixed": f"a prompt of {length} and {batch - 1} decodes"}
     return others.get(panel, decodes)
@@ -95,11 +87,10 @@ def scaled(case: pd.Series) -> tuple[dict[str, float], float]:
 
 def _cases(axis: Axes, rows: pd.DataFrame) -> list[float]:
     """Draw the bars of one kind of step on one model; return how much longer their watched parts take."""
-    mine = rows[~rows["system"].isin([*SWITCHED])]
-    table = mine.pivot_table(index="workload", columns="metric", values="value", sort=False)
+    table = rows.pivot_table(index="workload", columns="metric", values="value", sort=False)
     table = table.reindex([name for name in CASES if name in table.index])
     longest, watched = table["step_latency"].max(), []
-    loud = set(mine.loc[mine["disturbed"].eq(True), "workload"]) if "disturbed" in mine else set()
+    loud = set(rows.loc[rows["disturbed"].eq(True), "workload"]) if "disturbed" in rows else set()
     for place, (name, case) in enumerate(table.iterrows()):
         left, step = 0.0, float(case["step_latency"])
         parts, longer = scaled(case)
@@ -115,11 +106,6 @@ def _cases(axis: Axes, rows: pd.DataFrame) -> list[float]:
         axis.plot([case["floor"]] * 2, ends, **style.FLOOR | {"color": "black", "zorder": 3})
         if name in loud:
             style.crossed(axis, [step], [place])
-    steps = rows[(rows["metric"] == "step_latency") & rows["workload"].isin(table.index)]
-    for system, marker in SWITCHED.items():
-        here = steps[steps["system"] == system]
-        places = [list(table.index).index(name) + BAR / 2 for name in here["workload"]]
-        axis.plot(here["value"], places, linestyle="", zorder=5, **MARK | {"marker": marker})
     axis.set_yticks(range(len(table)), [CASES[str(name)] for name in table.index])
     axis.set(ylim=(len(table) - 0.5, -0.5), xlim=(0, 1.3 * longest))
     axis.grid(axis="y", visible=False)

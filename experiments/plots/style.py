@@ -211,7 +211,6 @@ def patch(name: str, paper: bool = False) -> dict[str, Any]:
 
 
 def patches(names: Iterable[str]) -> list[Artist]:
-    """Legend entries of bars."""
     return [Patch(label=name_of(name), **patch(name)) for name in names]
 
 

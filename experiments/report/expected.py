@@ -104,7 +104,6 @@ class Scale:
     most: float = math.inf
 
     def is_possible(self, value: float) -> bool:
-        """Check whether the quantity can have ``value``."""
         return self.least <= value <= self.most and value > ZERO[self.kind]
 
     def around(self, value: float, ends: Sequence[float], floor: float) -> tuple[float, float]:
@@ -166,7 +165,6 @@ class Held:
 
     @property
     def outside(self) -> pd.DataFrame:
-        """Lines outside their range."""
         return self.compared[self.compared["is_outside"]]
 
 

@@ -57,7 +57,6 @@ def recorded_machines(results: Path, figures: Path, paper: Path) -> list[Machine
 
 
 def recorded_folders(results: Path) -> list[Path]:
-    """Return the folders in ``results`` that have rows, by name."""
     return sorted(path for path in results.glob("*") if path.is_dir() and rows_files(path))
 
 

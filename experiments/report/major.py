@@ -33,7 +33,6 @@ class Major:
 
     @property
     def claims(self) -> tuple[str, ...]:
-        """Ids of its claims."""
         return tuple(self.shown_of)
 
     @property

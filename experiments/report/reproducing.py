@@ -130,7 +130,6 @@ def figures_table() -> list[str]:
 
 @cache
 def settings(name: str) -> DictConfig:
-    """Return what the figure of the experiment ``name`` sets."""
     return cast(DictConfig, OmegaConf.load(CONF / "figure" / f"{name}.yaml"))
 
 

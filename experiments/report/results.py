@@ -155,7 +155,6 @@ def _line(found: Found) -> list[str]:
 
 
 def _simulations(rows: pd.DataFrame, paper: Path) -> Iterator[str]:
-    """Yield the sections on simulations, of those that have rows."""
     if found := predictions(rows, paper):
         yield from ("## Predicted and published", "", SIMULATED, "", *prediction_table(found), "")
     if table := rules_table(rows):
