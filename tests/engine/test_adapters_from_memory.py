@@ -1,13 +1,12 @@
 """Adapters that come as tensors: the tokens of the folder, and each request one version while they are replaced."""
 
-import json
 import random
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from punica.adapters import LoRARequest, PEFTHelper
 from punica.engine import Engine, Request, RequestStatus
@@ -145,31 +144,15 @@ def test_random_replacements_and_aborts(backbone, rule, slots) -> None:
     assert all(is_of(backbone, state, version) for state, version in served)
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_adapters_trained_inside_of_another_model_are_renamed(backbone, engine, on_disk, tmp_path) -> None:
+def test_adapters_trained_inside_of_another_model_are_renamed(backbone, engine) -> None:
     """As a vision-language model names the layers of its language model; patterns keep the adapter's own names."""
     inside = {
         name.replace("base_model.model.", "base_model.model.language_model."): tensor
         for name, tensor in tensors_of(backbone, 1).items()
     }
-    source = {"tensors": inside, "config": config_of(backbone, 1)}
-    if on_disk:
-        (tmp_path / "adapter_config.json").write_text(json.dumps(source["config"]))
-        save_file(inside, tmp_path / "adapter_model.safetensors")
-        source = {"lora_path": str(tmp_path)}
     with pytest.raises(ValueError, match="language_model"):
-        engine.manager.check_adapter(LoRARequest("wrapped", 5, **source))
-    renamed = LoRARequest("wrapped", 5, weights_mapper={"language_model.": ""}, **source)
+        engine.manager.check_adapter(in_memory(backbone, 1, tensors=inside))
+    renamed = in_memory(backbone, 1, tensors=inside, weights_mapper={"language_model.": ""})
     state = engine.add_request(Request("r", [1, 2, 3], 6, renamed))
     finish(engine)
     assert is_of(backbone, state, 1)
-    again = LoRARequest("wrapped", 5, **source) if on_disk else renamed
-    assert (again.source == renamed.source) is not on_disk  # other renames are another adapter
-
-
-@pytest.mark.parametrize(
-    ("mapper", "kind"), [([], TypeError), ({"a": 1}, TypeError), ({"": "a"}, ValueError), (str.upper, TypeError)]
-)
-def test_renames_are_texts(mapper, kind) -> None:
-    with pytest.raises(kind, match="weights_mapper"):
-        LoRARequest("a", 1, "x", weights_mapper=mapper)

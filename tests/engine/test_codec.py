@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from punica.engine import Engine, EngineConfig, SamplingParams
+from punica.engine import SamplingParams
 from punica.engine.text import GrowingText, TextCodec, load_tokenizer, text_of
 from tests.world import (
     BEGIN,
@@ -118,19 +118,6 @@ def test_text_of_random_tokens_is_what_grows(make) -> None:
     for _ in range(60):
         tokens = [draw.choice([draw.randrange(256), *"aé€".encode()]) for _ in range(draw.randrange(1, 40))]
         assert text_of(codec, tokens) == "".join(grow(codec, tokens)[1])
-
-
-@pytest.mark.parametrize(("make", "stop"), [(byte_fallback_tokenizer, ()), (byte_tokenizer, ("zzzz",))])
-def test_chunks_of_an_engine_join_to_the_text_whatever_the_bytes(backbone, make, stop) -> None:
-    """The tiny model's tokens are bytes, most of them no characters."""
-    engine = Engine(backbone.model(), None, EngineConfig(max_batch_size=8, max_model_len=64), tokenizer=make())
-    prompts = [[number, 7] for number in range(8)]
-    params = [SamplingParams(9 + number, temperature=1.0, seed=number, stop=stop) for number in range(8)]
-    texts, joined = [result.text for result in engine.generate(prompts, None, params)], [""] * len(prompts)
-    for chunk in engine.stream(prompts, None, params):
-        joined[chunk.index] += chunk.text
-    assert joined == texts
-    assert any("\ufffd" in text for text in texts)
 
 
 # --- special tokens and spaces ---------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 import json
 import os
-import re
-import shlex
 import subprocess
 import sys
 from dataclasses import asdict
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from punica.engine.compile_ahead import main, parser
+from punica.engine.compile_ahead import main
 from punica.ops import absent_gpu
 from punica.ops.absent_gpu import AbsentTensor, GpuDescription, stand_in
 
@@ -103,14 +101,6 @@ def test_other_descriptions_are_refused_in_one_line(text, message, tmp_path) -> 
         path.write_text(text)
     with pytest.raises(SystemExit, match=message):
         main([str(tmp_path), f"--gpu={path}"])
-
-
-def test_the_documented_commands_are_legal() -> None:
-    page = (ROOT / "docs/deployment.md").read_text(encoding="utf-8")
-    found = re.findall(r"^\$ .*python -m punica\.engine\.compile_ahead (.*)$", page, flags=re.MULTILINE)
-    describe, compile_ = (parser().parse_args(shlex.split(words, comments=True)) for words in found)
-    assert (describe.describe, describe.checkpoint) == ("gpu.json", None)
-    assert (compile_.gpu, compile_.checkpoint, len(compile_.adapter)) == ("gpu.json", "checkpoint", 2)
 
 
 def test_what_is_missing_is_said(tmp_path) -> None:

@@ -23,7 +23,6 @@ from transformers import (
 
 from punica.engine import sampler
 from punica.engine.sampler import NO_TOKEN, choose_tokens, draw, token_logprobs, uniform
-from punica.metadata.staging import send
 from punica.scheduling import SamplingParams
 
 VOCAB = 53
@@ -272,21 +271,6 @@ def test_nothing_waits() -> None:
     assert tokens.shape == (len(PARAMS),)
     assert pending.table.shape == (3, 2, 21)
     assert len(sources) == 8, "rows, numbers, cut rows, four adjustments, rows with log-probabilities"
-
-
-@pytest.mark.parametrize(
-    "wrong", [
-        lambda values, dtype, device: torch.tensor(values, dtype=dtype, device=device),
-        lambda values, dtype, device: torch.tensor(values, dtype=dtype).to(device),
-        lambda values, dtype, device: send(values, dtype, device)[send([True], torch.bool, device)],
-        lambda values, dtype, device: send([send(values, dtype, device).sum().item()], dtype, device),
-    ],
-    ids=["made there", "sent", "chosen by mask", "read back"],
-)  # fmt: skip
-def test_the_watch_sees_who_waits(monkeypatch, wrong) -> None:
-    monkeypatch.setattr(sampler, "send", wrong)
-    with pytest.raises((Waits, RuntimeError, NotImplementedError)):
-        watched(torch.empty(len(PARAMS), LARGE, device="meta"))
 
 
 @pytest.mark.gpu

@@ -56,21 +56,6 @@ def test_tokens_of_requests_that_join_leave_and_go_on(backbone, mixed_wishes, mi
     assert sum(layout.num_prefill_rows > 0 for layout in begun) == 15, "all but the first join a step launched ahead"
 
 
-def test_static_batches_with_idle_members(backbone, mixed_wishes, mixed_tokens, serve, begun) -> None:
-    engine, idle = backbone.engine("static_mixed", max_batch_size=4), []
-    step = engine.step
-
-    def counted():
-        output = step()
-        idle.append(output.statistics.num_idle)
-        return output
-
-    engine.step = counted
-    assert serve(engine, mixed_wishes) == mixed_tokens
-    assert len(begun) > len(idle) // 2
-    assert sum(number > 0 for number in idle) > len(idle) // 2
-
-
 def test_cancelled_preempted_and_new_requests(backbone, begun) -> None:
     engine = backbone.engine(block_size=4, num_blocks=12)
     states = [backbone.ask(engine, f"r{i}", [i + 1] * 3, i % 4, 20) for i in range(6)]
@@ -276,18 +261,6 @@ def test_random_runs_give_what_steps_in_turn_give(backbone, begun, monkeypatch) 
     assert sum(state.preemptions for state in outputs[1]) > 0
     assert len(ended) > 20
     assert sum(layout.num_prefill_rows > 0 for layout in begun) > 15
-
-
-def test_a_request_that_may_join_is_not_kept_waiting(backbone, begun) -> None:
-    """Requests of the queue join the steps launched ahead, also in place of those that end with the step before."""
-    engine = backbone.engine(max_batch_size=3)
-    for i in range(3):
-        backbone.ask(engine, f"r{i}", [3 + i], i, 9)
-    backbone.ask(engine, "late", [7], 0, 2)
-    sizes = [output.statistics.batch_size for output in steps(engine, 11)]
-    assert sizes == [1, 2, *[3] * 8, 2], "the fourth joins behind the first one's last step"
-    assert len(begun) == 10
-    assert not engine.has_unfinished()
 
 
 @pytest.mark.parametrize("change", ["slots move", "a pin", "a version"])
