@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest
-from punica.engine import Engine, EngineConfig, Request, RequestState
+from punica.engine import Engine, Request, RequestState
 from tests.world import finish, reading_beside
 
 ID, CONFIG, WEIGHTS = 9, "adapter_config.json", "adapter_model.safetensors"
@@ -96,16 +96,6 @@ def test_after_an_eviction_the_loaded_version_or_a_refusal(backbone, folder, tmp
     assert ask(engine, tenant(folder)).output_token_ids == old
 
 
-def test_an_eviction_from_a_slot_reads_nothing(backbone, folder) -> None:
-    sizes = EngineConfig(max_batch_size=8, max_model_len=64)
-    engine = Engine(backbone.model(), sizes.lora_config(16, max_loras=1, max_cpu_loras=3), sizes)
-    old = ask(engine, tenant(folder)).output_token_ids
-    change_weights(folder)
-    ask(engine, backbone.adapters[3], "other")
-    assert not engine.manager.is_active(ID)
-    assert ask(engine, tenant(folder)).output_token_ids == old
-
-
 def test_a_prefetch_of_a_changed_folder_makes_nothing_active(backbone, folder) -> None:
     engine = backbone.engine(max_loras=2)
     ask(engine, tenant(folder))
@@ -119,19 +109,3 @@ def test_a_prefetch_of_a_changed_folder_makes_nothing_active(backbone, folder) -
     finish(engine)
     assert CHANGES["weights"][1] in second.error
     assert first.error is None
-
-
-def test_a_request_behind_a_load_in_place_takes_what_that_loads(backbone, folder) -> None:
-    engine = backbone.engine(max_loras=1)
-    ask(engine, tenant(folder))
-    evict(backbone, engine)
-    change_config(folder)
-    running = engine.add_request(Request("running", [1], 9, backbone.adapters[3]))
-    engine.step()
-    states = [
-        engine.add_request(Request(f"r{i}", PROMPT, NEW, tenant(folder, load_inplace=not i))) for i in range(2)
-    ]
-    finish(engine)
-    assert running.error is None
-    expected = ask(backbone.engine(), tenant(folder)).output_token_ids
-    assert [state.output_token_ids for state in states] == [expected] * 2

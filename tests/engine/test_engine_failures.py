@@ -1,6 +1,5 @@
 """Failure isolation: an error while serving ends its own requests only."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -149,23 +148,6 @@ def test_the_id_of_an_adapter_that_failed_is_free_and_that_of_a_pinned_one_is_no
     engine.manager.pin_adapter(9)
     assert "adapter id 9 stands for" in engine.generate([[1, 2]], [copied], 1)[0].error
     assert tokens_of(engine.generate([[1, 2]], [healthy], 4)) == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [('{"r": 64}', "lacks the required keys"), ("{", "not valid JSON"), ({"r": 64}, "rank 64 exceeds max_lora_rank 16"),
-     ({"use_dora": True}, "use_dora")],
-    ids=["keys", "json", "rank", "dora"],
-)  # fmt: skip
-def test_an_illegal_adapter_is_refused_on_arrival_by_name_and_path(backbone, copied, config, message) -> None:
-    file = Path(copied.lora_path) / "adapter_config.json"
-    file.write_text(config if isinstance(config, str) else json.dumps({**json.loads(file.read_text()), **config}))
-    engine = backbone.engine()
-    with pytest.raises(ValueError, match=message) as caught:
-        engine.add_request(Request("a", [1], 2, copied))
-    assert "'copy 9'" in str(caught.value)
-    assert copied.lora_path in str(caught.value)
-    assert not engine.has_unfinished()
 
 
 def test_memory_that_runs_out_while_an_adapter_is_activated_fails_no_request(backbone, monkeypatch) -> None:

@@ -11,11 +11,10 @@ import pytest
 
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine, EngineConfig, Request, RequestState, SamplingParams
-from tests.engine.hostile_cases import all_cases
-from tests.engine.hostile_world import CLEAR, PROMPT, Arena, mutation, try_cases, try_mutations
+from tests.engine.hostile_world import CASES, CLEAR, PROMPT, Arena, mutation, try_cases, try_mutations
 
 TENANTS, BAD_ONE = 32, 32
-NAMES = list(all_cases())
+NAMES = list(CASES)
 
 
 @pytest.fixture(scope="module")

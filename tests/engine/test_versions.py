@@ -282,14 +282,3 @@ def test_an_aborted_replacement_is_made_for_the_next_that_waits_for_it(backbone,
     engine.abort_request("replaces")
     finish(engine)
     assert (is_of(backbone, first, 1), is_of(backbone, third, 2)) == (True, True)
-
-
-def test_memory_is_bounded_by_what_is_registered(backbone) -> None:
-    engine = backbone.engine(max_loras=2)
-    for i in range(1, 100):
-        engine.add_request(Request(f"r{i}", [1], 1, LoRARequest(f"n{i}", i, backbone.adapters[1].lora_path)))
-        if i % 3 == 0:
-            engine.abort_request(f"r{i}")
-        engine.step()
-    finish(engine)
-    assert len(engine.manager) == 2
