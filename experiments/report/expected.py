@@ -8,7 +8,7 @@ shares, correlations and differences are linear.
 
 import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -43,35 +43,18 @@ COLUMNS = {
     "measurements": [*LINE, "points", "repeats", "low", "high"],
 }
 _NUMBERS = dict.fromkeys(("value", "low", "high", "points", "repeats"), float)
-_REASONS: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
-    "of scale=smoke, whose shapes are others": lambda rows: rows["scale"].eq("smoke"),
-    "simulated or from a datasheet": lambda rows: rows["kind"].ne("measured"),
-    "differences of two times, which may be close to zero": lambda rows: rows["metric"].isin(DIFFERENCES),
-    "of zero or less, which have no ratio": lambda rows: ~rows["value"].gt(0),
-}
-"""Why a row has no range, and which rows that holds for."""
 
 
 def _floor(hardware: str) -> float:
     return CPU_FLOOR if hardware == "cpu" else FLOOR
 
 
-def _reasons(rows: pd.DataFrame) -> pd.Series:
-    """Return why each median and single value has no range; empty where it has one."""
-    rows = rows[rows["statistic"].isin(["median", "value"])]
-    return pd.Series(np.select([is_so(rows) for is_so in _REASONS.values()], list(_REASONS), ""), rows.index)
-
-
-def left_out(rows: pd.DataFrame) -> dict[str, int]:
-    """Count the rows without a range by reason. Spreads and counts, which belong to a median, are not listed."""
-    found = _reasons(rows).value_counts()
-    return {reason: int(found[reason]) for reason in _REASONS if reason in found}
-
-
 def comparable(rows: pd.DataFrame) -> pd.DataFrame:
-    """Choose among the rows that have a range, as `counted` does for points that are compared one by one."""
-    reasons = _reasons(rows)
-    return counted(rows.loc[reasons.index[reasons.eq("")]], clock=None)
+    """Choose among the rows that have a range, as `counted` does for points that are compared one by one. None have
+    simulations, smoke rows, spreads and counts, zeros, and differences of two times, which may be close to zero.
+    """
+    fine = rows["statistic"].isin(["median", "value"]) & rows["kind"].eq("measured") & rows["scale"].ne("smoke")
+    return counted(rows[fine & rows["value"].gt(0) & ~rows["metric"].isin(DIFFERENCES)], clock=None)
 
 
 def ranges(rows: pd.DataFrame) -> pd.DataFrame:

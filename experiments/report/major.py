@@ -5,7 +5,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 from experiments.claims import Verdict
@@ -34,13 +33,6 @@ class Major:
     @property
     def claims(self) -> tuple[str, ...]:
         return tuple(self.shown_of)
-
-    @property
-    def ids(self) -> str:
-        """Its claims in few characters, e.g. ``C07,C09-C11``."""
-        numbered = enumerate(int(id[1:]) for id in self.claims)
-        runs = ([f"C{number:02d}" for _, number in run] for _, run in groupby(numbered, lambda one: one[1] - one[0]))
-        return ",".join(",".join(run) if len(run) < 3 else f"{run[0]}-{run[-1]}" for run in runs)
 
     def outcome(self, verdicts: Mapping[str, Verdict]) -> str:
         """Return what the verdicts on its claims come to: `HOLD`, `PART`, or the weakest word of those that decide."""
@@ -92,7 +84,7 @@ def ending(here: Machine, page: Path) -> list[str]:
         chosen = [one for one in MAJOR if outcomes[one] == outcome]
         lines += [f"{head} ({len(chosen)})"] if chosen else []
         lines += [_line(one, here, outcome == HOLD) for one in chosen]
-    if missing := [one.ids for one in MAJOR if outcomes[one] == NOT_MEASURED]:
+    if missing := [",".join(one.claims) for one in MAJOR if outcomes[one] == NOT_MEASURED]:
         lines.append(f"not measured ({len(missing)}): {', '.join(missing)}")
     known, disturbed = disturbed_points(here.rows)
     noise = [f"Other work on this machine disturbed {sum(disturbed.values())} of {known} points."] if disturbed else []
@@ -111,5 +103,5 @@ def _line(one: Major, here: Machine, held: bool) -> str:
     """Return the claims and their sentence, and why it does not hold."""
     on_cpu = "cpu" in distinct(here.rows, "hardware")
     why = one.on_cpu if on_cpu else next((each.why for each in here.verdicts if each.id in one.claims and each.why), "")
-    room = WIDTH - len(text := f"  {one.ids:<11} {one.text}") - 2
+    room = WIDTH - len(text := f"  {','.join(one.claims):<15} {one.text}") - 2
     return text if held or not why else f"{text}: {textwrap.shorten(why, room, placeholder=' ...')}"
