@@ -213,14 +213,3 @@ def test_home_and_results_show_pictures(site: Path) -> None:
     for page in DOCS.glob("results-*.md"):
         assert (site / f"{page.stem}.html").read_text(encoding="utf-8").count("<img") > 5
     assert 'src="figures/h200/hero.png"' in (site / "index.html").read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_search_works_from_the_file_system(site: Path, tmp_path: Path) -> None:
-    assert (site / "search/search_index.js").is_file()
-    browser = shutil.which("chromium") or pytest.skip("needs the program chromium")
-    flags = ["--headless", "--no-sandbox", f"--user-data-dir={tmp_path}", "--virtual-time-budget=60000"]
-    address = f"{(site / 'api/engine.html').as_uri()}?q=segments"
-    done = subprocess.run([browser, *flags, "--dump-dom", address], capture_output=True, text=True, check=True)
-    found = re.findall(r'href="([^"#?]+)[^"]*" class="md-search-result__link"', done.stdout)
-    assert (site / "api/metadata.html").as_uri() in found

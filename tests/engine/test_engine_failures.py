@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -85,8 +86,7 @@ def test_an_adapter_removed_under_a_running_request_is_loaded_again(backbone, ru
     assert are_served(backbone, *states)
 
 
-def test_an_adapter_that_is_loaded_again_takes_the_place_of_no_running_one(backbone) -> None:
-    """An adapter that only lives in memory would be lost for good."""
+def test_an_adapter_that_is_loaded_again_takes_the_place_of_no_running_one(backbone, monkeypatch) -> None:
     engine = backbone.engine(max_loras=2)
     engine.manager.add_adapter(random_adapter(77, backbone.config, 8, seed=2))
     reloaded = backbone.ask(engine, "reloaded", [1, 3], 1, 6)
@@ -94,7 +94,10 @@ def test_an_adapter_that_is_loaded_again_takes_the_place_of_no_running_one(backb
     steps(engine, 3)
     engine.manager.remove_adapter(1)
     engine.manager.add_adapter(random_adapter(78, backbone.config, 8, seed=3))  # takes the free place, as the newest
+    writes = Mock(wraps=engine.manager._writer.write)
+    monkeypatch.setattr(engine.manager._writer, "write", writes)
     finish(engine)
+    assert [given.args[1].id for given in writes.call_args_list] == [1]
     assert (is_of(backbone, reloaded), is_of(backbone, in_memory, 2)) == (True, True)
 
 
