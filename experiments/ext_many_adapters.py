@@ -7,9 +7,9 @@ delays all requests behind it; `punica_resident_first` lets at most 32 of those 
 
 Adapters of a stream are drawn by popularity (`experiments.workload.drawn_adapters`). Panels:
 
-    N adapters                 all in host memory, a slot per place in the batch
-    N adapters, S slots        the same, with fewer slots than the batch has places
-    N adapters, M in memory    in PEFT folders, M of which host memory holds, the most popular ones at first
+    N adapters                 all in host memory, a slot per place in the batch.
+    N adapters, S slots        the same, with fewer slots than the batch has places.
+    N adapters, M in memory    in PEFT folders, M of which host memory holds, the most popular ones at first.
 
 In each the capacity is measured first, then requests arrive by the clock, as in `ext_latency_under_load`, at half
 (`load`) of what `punica` takes in that panel and repeat: the same ones for both rules.

@@ -3,13 +3,13 @@
     python -m experiments.ext_operator_tables                             # table A
     python -m experiments.ext_operator_tables 'figure.tables=[A,ranks]'   # others, or all of them: [all]
 
-    A          one decode operator, 4096 -> r -> 11008, four popularities
-    ranks      ranks 8 to 128, ranks 20 and 24, mixed ranks at their true ranks, and padded to the widest
-    B          the packed projections of one Llama-2-7B layer, batch 32
-    C          prefill, 4096 -> r -> 4096, 512 to 8192 tokens
-    shapes     projections of other models and ragged prefills, to which no rule was fitted
-    step       the paper's step: one prompt and 31 decodes, and its parts
-    invariant  cost of the same bits in every batch, on the batches of A and C
+    A          one decode operator, 4096 -> r -> 11008, four popularities.
+    ranks      ranks 8 to 128, ranks 20 and 24, mixed ranks at their true ranks, and padded to the widest.
+    B          the packed projections of one Llama-2-7B layer, batch 32.
+    C          prefill, 4096 -> r -> 4096, 512 to 8192 tokens.
+    shapes     projections of other models and ragged prefills, to which no rule was fitted.
+    step       the paper's step: one prompt and 31 decodes, and its parts.
+    invariant  cost of the same bits in every batch, on the batches of A and C.
 
 `paper_results/anchors.csv` and `anchors_shapes.csv` hold the public kernels' times on an H200, beside which
 `results/h200/operator_tables.md` shows ours. Same shapes and method here: one CUDA graph, weights from HBM, median of

@@ -4,31 +4,31 @@ Claim: none of the paper's. With adapters this engine is the faster one, and the
 Expected shape: decode steps without adapters close; with one for every request vLLM's kernels, whose grid has a place
 for each slot, take at least as long as the base products.
 
-    punica_many, punica    this engine; as many prompts per step as fit, as in vLLM, or the paper's one
-    punica_server          `punica.serve` of the latter, over HTTP; needs the extra `serve`
-    vllm_as_shipped        vLLM with LoRA enabled, all else as it comes, but without its prefix cache
-    vllm                   and `specialize_active_lora`, and LoRA at the seven projections only
-    vllm_dual_stream       and its second stream: `VLLM_LORA_ENABLE_DUAL_STREAM`
-    vllm_punica            `vllm` with this library's LoRA products (`punica.vllm`), installed beside it
-    ..._invariant          `punica_many`, `vllm` and `vllm_punica` with batch invariance (`VLLM_BATCH_INVARIANT`)
+    punica_many, punica    this engine; as many prompts per step as fit, as in vLLM, or the paper's one.
+    punica_server          `punica.serve` of the latter, over HTTP; needs the extra `serve`.
+    vllm_as_shipped        vLLM with LoRA enabled, all else as it comes, but without its prefix cache.
+    vllm                   and `specialize_active_lora`, and LoRA at the seven projections only.
+    vllm_dual_stream       and its second stream: `VLLM_LORA_ENABLE_DUAL_STREAM`.
+    vllm_punica            `vllm` with this library's LoRA products (`punica.vllm`), installed beside it.
+    ..._invariant          `punica_many`, `vllm` and `vllm_punica` with batch invariance (`VLLM_BATCH_INVARIANT`).
     figure.url=http://...  any server with OpenAI's API and adapters by model name, and no other system; its API key is
-                           the environment's SERVER_API_KEY, and is in no row
+                           the environment's SERVER_API_KEY, and is in no row.
 
 Each system is a process of its own: ours of this interpreter, vLLM's of `figure.vllm_python`, with VLLM_* of the shell.
 All get one checkpoint of random weights, PEFT folders with weights of their own, and the same greedy requests to their
 whole length. Panels, in turns for each popularity; the first three also without adapters:
 
     decode          `step_latency` of a full batch with `seq_len` cached tokens on average: two numbers of new tokens
-                    (`new_tokens`) of the same requests, subtracted
-    prompt          `prompt_latency` of a full batch of `seq_len` tokens each, to the first token of each
-    stream          `output_throughput` of a queue of chats; `first_pass`: of its first requests, to warm up
+                    (`new_tokens`) of the same requests, subtracted.
+    prompt          `prompt_latency` of a full batch of `seq_len` tokens each, to the first token of each.
+    stream          `output_throughput` of a queue of chats; `first_pass`: of its first requests, to warm up.
     company         one request, `repeats` times in random batches of others; `same_tokens`, `same_answers`: share of
-                    its most frequent tokens, and with their log-probabilities
-    N in flight     of servers: the next request is sent when one ends (`in_flight`)
-    R requests/s    of servers: Poisson arrivals (`rates`), whether others are answered or not
+                    its most frequent tokens, and with their log-probabilities.
+    N in flight     of servers: the next request is sent when one ends (`in_flight`).
+    R requests/s    of servers: Poisson arrivals (`rates`), whether others are answered or not.
     tokens          `first_token_alone`, `same_alone`: share of a mixed batch that begins as alone, and of tokens before
                     the first difference; `first_token_reference`: as our engine has. `start`: from checkpoint to
-                    engine. With too few equal first tokens a system has no rows
+                    engine. With too few equal first tokens a system has no rows.
 
 Loads count times from the due time of a request, tokens by the usage at the end of a stream, and errors by kind, whose
 tokens do not count. `ended_early`: right answers of fewer tokens, where no field forbids that. `client_is_bottleneck`:
