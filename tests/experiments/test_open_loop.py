@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from tiny import TINY, tiny_world, values
 
+from experiments.benches.engine_steps import clear
 from experiments.facts.systems import ENGINE, entries
 from experiments.harness import CheckFailed
 from experiments.harness.schema import DType
-from experiments.systems.loaded import FromFolders, Loaded, capacity_of, check_system, load
+from experiments.systems.loaded import FromFolders, Loaded, begin_steadily, capacity_of, check_system, load
 from experiments.systems.open_loop import (
     DISK,
     MEMORY,
@@ -174,6 +175,17 @@ def test_capacity_is_that_of_the_middle_of_a_queue(name, batch, systems, monkeyp
     assert found["capacity"] == pytest.approx(batch / np.mean([job.new_tokens for job in MIXED]), rel=0.1)
     assert found["finished"] <= 4
     assert found["finished"] > 0 or batch == 1
+
+
+def test_the_queue_goes_on_with_the_request_that_joins_at_the_step_in_its_middle(systems) -> None:
+    """Requests of four steps in a batch of four, one of which joins in every step: at step 12 the thirteenth."""
+    jobs = [Job(PROMPT, 4, 1 + i) for i in range(4)]
+    system = systems["punica"]
+    system.register({1, 2, 3, 4})
+    assert begin_steadily(system, jobs) == 12
+    assert [state.adapter_id for state in system.engine.scheduler.running] == [2, 3, 4]
+    clear(system.engine)
+    assert begin_steadily(systems["static_batching"], jobs) == 0
 
 
 @pytest.mark.parametrize("seconds", [11.0, 15.0, 24.0])

@@ -12,7 +12,6 @@ from experiments.benches.migration import (
     Route,
     check_moved,
     check_recomputed,
-    scattered,
 )
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
@@ -63,10 +62,6 @@ def test_copied_blocks_arrive_where_they_should_and_nowhere_else(migration, name
     assert route.target.content().equal(route.source.content())
     moved = everything.content().any(-1).any(0)
     assert int(moved.sum()) == -(-context // 16)
-
-
-def test_blocks_are_spread_out():
-    assert list(scattered(3, 10)) == [0, 3, 6]
 
 
 def test_a_copy_that_goes_elsewhere_is_refused(migration):
