@@ -8,7 +8,6 @@ With FP8 weights and ``use_fp8_w8a8`` an x that is not FP8 is quantised per toke
 """
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from punica.ops.expect import FLOATS
 from punica.ops.experts import (
@@ -122,9 +121,7 @@ class ExpertMethods(LinearMethods):
         return mapping.shape[0] == 0 or (self.no_lora and self._is_own(mapping))
 
     def _is_own(self, mapping: Tensor) -> bool:
-        """Tell whether it is a view of the step's mapping. A fake tensor has no address: all slots count then."""
-        if type(mapping) is not Tensor and is_fake(mapping):
-            return False
+        """Tell whether it is a view of the step's mapping."""
         return mapping.untyped_storage().data_ptr() == self.batch.tensors[0].untyped_storage().data_ptr()
 
     def _listed(self, mapping: Tensor, slots: int) -> Tensor | None:

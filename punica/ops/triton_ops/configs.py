@@ -169,6 +169,15 @@ def expert_default(op_type: str, rank: int) -> Config:
     return config | {"group_size_m": 8}
 
 
+def schedule_of(op_type: str, found: Config) -> Schedule:
+    row_wise = found.get("row_wise", False)
+    columns = found["block_r"] if row_wise and op_type == "shrink" else found["block_n"]
+    return Schedule(
+        0 if row_wise else found["block_m"], columns, found["block_k"], found["num_warps"], found["num_stages"],
+        found.get("split_k", 1), found.get("tiles_n", 1), found.get("swap_ab", False),
+    )  # fmt: skip
+
+
 @functools.lru_cache(maxsize=65536)
 def choose(
     op_type: str, problem: Problem, options: Options, device: torch.device, partials: int = 1,
@@ -182,11 +191,7 @@ def choose(
         sizes = (problem.k, rank) if is_shrink else (rank, max(problem.widths))
         wanted = (shape.adapters, len(problem.widths), problem.rows, *sizes)
         if (found := tuned_config(op_type, add_inputs, options.tuned_dir, wanted)) is not None:
-            columns = found["block_r"] if found["row_wise"] and is_shrink else found["block_n"]
-            return Schedule(
-                0 if found["row_wise"] else found["block_m"], columns, found["block_k"], found["num_warps"],
-                found["num_stages"], found.get("split_k", 1), found.get("tiles_n", 1), found["swap_ab"],
-            )  # fmt: skip
+            return schedule_of(op_type, found)
     elif (measured := measured_schedule(op_type, problem, _gpu_name(device))) is not None:
         return measured
     gpu = Gpu.of(device)

@@ -9,7 +9,7 @@ running positions, in ascending order: the result is the stable sort's, the same
 T * k ids, which are few and in the L2 cache.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,7 +26,7 @@ from punica.ops.triton_ops.launch import (
     on_device,
     stages_that_fit,
 )
-from punica.ops.triton_ops.op import check_runnable, custom_op, is_traced, named
+from punica.ops.triton_ops.op import check_runnable, named, untraced
 
 EXPERTS_PER_PROGRAM = 8
 
@@ -160,6 +160,7 @@ def _launch(
         launch(tensors, numbers, not INTERPRETED and all_aligned(topk_ids, *outputs))
 
 
+@untraced
 def align_all(
     topk_ids: Tensor, mapping: Tensor | None, sizes: tuple[int, int, int, int, int], adapter_enabled: Tensor | None,
     expert_map: Tensor | None, lora_ids: Tensor | None = None,
@@ -172,13 +173,6 @@ def align_all(
     """
     _, _, max_loras, padded, blocks = sizes
     lengths = (max_loras * padded, max_loras * blocks, max_loras)
-    if is_traced():  # tensors of their own, and the slots spelled out: the op is one node
-        integers: dict[str, Any] = {"dtype": torch.int32, "device": topk_ids.device}
-        apart = tuple(torch.empty(length, **integers) for length in lengths)
-        mapping = torch.zeros(topk_ids.shape[0], **integers) if mapping is None else mapping
-        enabled = torch.ones(max_loras + 1, **integers) if adapter_enabled is None else adapter_enabled
-        moe_lora_align_block_size(topk_ids, mapping, *sizes, *apart, enabled, lora_ids, expert_map)
-        return apart  # type: ignore[return-value]
     starts = [0, -(-lengths[0] // 4) * 4]  # each on an address that is a multiple of 16
     starts.append(starts[1] + -(-lengths[1] // 4) * 4)
     memory = torch.empty(starts[2] + lengths[2], dtype=torch.int32, device=topk_ids.device)
@@ -187,7 +181,7 @@ def align_all(
     return outputs  # type: ignore[return-value]
 
 
-@custom_op(mutates=("sorted_token_ids", "expert_ids", "num_tokens_post_pad"))
+@untraced
 def moe_lora_align_block_size(
     topk_ids: Tensor, token_lora_mapping: Tensor, num_experts: int, block_size: int, max_loras: int,
     max_num_tokens_padded: int, max_num_m_blocks: int, sorted_token_ids: Tensor, expert_ids: Tensor,
@@ -274,7 +268,7 @@ class PairGroups:
         return output
 
 
-@custom_op(mutates="output")
+@untraced
 def moe_pair_gemm(
     output: Tensor, x: Tensor, weights: Tensor, sorted_token_ids: Tensor, expert_ids: Tensor,
     num_tokens_post_pad: Tensor,

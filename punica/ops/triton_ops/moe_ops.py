@@ -8,22 +8,21 @@ chooses schedules, `moe_plan` makes launches. Nothing is added atomically; a pai
 weights alone.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from punica.ops import collectives
-from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Fp8Experts, Numbers, Switches
-from punica.ops.scales import Scheme, rounded
+from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Numbers, Switches
+from punica.ops.scales import rounded
 from punica.ops.triton_ops import moe_rules
 from punica.ops.triton_ops.configs import Options, load_lora_op_config
 from punica.ops.triton_ops.fp8_device import as_operand, operands
 from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_align import align_all
 from punica.ops.triton_ops.moe_plan import How, MoEPlan, plan_experts, site_config
-from punica.ops.triton_ops.op import custom_op, is_traced, named
+from punica.ops.triton_ops.op import named, untraced
 from punica.ops.weights import plans_of
 
 _PLANS: dict[tuple, MoEPlan | None] = plans_of()
@@ -48,7 +47,7 @@ class TritonExpertOps:
             return weights.prefers_naive(pairs)
         (_, experts, rank, hidden), width = weights.lora_a[0].shape, weights.lora_b[0].shape[-2]
         pair_bytes = (len(weights.lora_a) + 1) * rank * (hidden + width) * weights.lora_a[0].element_size()
-        return pairs <= moe_rules.most_naive(int(active), int(experts), int(pair_bytes))  # symbols cannot be remembered
+        return pairs <= moe_rules.most_naive(active, experts, pair_bytes)
 
     def block_size(self, tokens: int, top_k: int, active: int, weights: ExpertLoRAWeights) -> int:
         """Rows of a block of the alignment: of the tuned file of the first product if there is one, else the rule's."""
@@ -66,13 +65,10 @@ class TritonExpertOps:
     ) -> None:  # fmt: skip
         """Add one product. After the activation shrink may start early: alignment and weights are older than that."""
         early = switches.mul_routed_weight and configs is None
-        call = (given, max_lora_rank, top_k, switches, How(configs, active, early, site, self.options))
-        if is_traced():
-            fused_moe_lora_step(*_packed(*call))
-        else:
-            fused(*call)
+        fused(given, max_lora_rank, top_k, switches, How(configs, active, early, site, self.options))
 
 
+@untraced
 @named("fused_moe_lora")
 def fused(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How = How()) -> None:  # noqa: B008
     """Run a fused MoE LoRA call."""
@@ -134,34 +130,3 @@ def _run(plan: MoEPlan, given: Experts, switches: Switches) -> None:
         partials = rounded(partials.sum(0, keepdim=True), fp8.h_scale, fp8.expand, given.lora_b[0].dtype)
     tensors = (partials, given.output, given.topk_weights)
     plan.expand((tensors, b, *pairs), plan.counts, aligned and all_aligned(partials))
-
-
-# --- a call as one node of a trace -----------------------------------------------------------------------------------
-
-
-def _packed(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How) -> tuple:
-    """The arguments of `fused_moe_lora_step`."""
-    fp8 = given.fp8 or Fp8Experts((), ())
-    flags: tuple[Any, ...] = (*switches, how.active, how.early, *how.options[:2], *fp8.shrink, *fp8.expand)
-    numbers = [max_lora_rank, top_k, *map(int, flags), *[n for config in how.configs or () for n in config]]
-    tensors = (given.x, *given[4:12], fp8.x_scale)
-    weights, scales = [*given.lora_a, *given.lora_b], [*fp8.a_scale, *fp8.b_scale]
-    return given.output, tensors, weights, scales, numbers, how.site, how.options.tuned_dir
-
-
-@custom_op(mutates="output")
-def fused_moe_lora_step(
-    output: Tensor, tensors: Sequence[Tensor | None], weights: Sequence[Tensor], scales: Sequence[Tensor],
-    numbers: Sequence[int], site: str | None, tuned_dir: str | None,
-) -> None:  # fmt: skip
-    """`TritonExpertOps.add` as one node of a trace: `fused` on the operands that `_packed` has laid out."""
-    x, *routing, x_scale = tensors
-    rank, top_k, routed, sharded, offset, add_inputs, active, early, invariant, pdl = numbers[:10]
-    schemes = [Scheme(k, n, bool(w8a8), bool(channel)) for k, n, w8a8, channel in (numbers[10:14], numbers[14:18])]
-    (a, b), (a_scale, b_scale) = ((one[: len(one) // 2], one[len(one) // 2 :]) for one in (weights, scales))
-    fp8 = Fp8Experts(a_scale, b_scale, x_scale, None, *schemes) if scales else None
-    given = Experts._make((output, x, a, b, *routing, fp8))
-    switches = Switches(bool(routed), bool(sharded), offset, bool(add_inputs))
-    configs = (tuple(numbers[18:25]), tuple(numbers[25:])) if len(numbers) > 18 else None
-    how = How(configs, active, bool(early), site, Options(bool(invariant), bool(pdl), tuned_dir))
-    fused(given, rank, top_k, switches, how)

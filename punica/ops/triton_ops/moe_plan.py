@@ -14,7 +14,7 @@ from punica.ops import collectives
 from punica.ops.experts import ExpertForm, Experts, Fp8Experts, Numbers, Switches, check_block_size, check_experts
 from punica.ops.quant import FP8_DTYPES
 from punica.ops.scales import Scheme
-from punica.ops.triton_ops.configs import Options, expert_default, load_lora_op_config, tuned_config
+from punica.ops.triton_ops.configs import Options, expert_default, load_lora_op_config, schedule_of, tuned_config
 from punica.ops.triton_ops.device import max_tiles
 from punica.ops.triton_ops.fp8_device import TYPES, WIDE, Quant, fp8_format
 from punica.ops.triton_ops.launch import Launch, block_at_least, stages_that_fit, supports_pdl
@@ -179,7 +179,7 @@ def _check_configs(shrink: Numbers, expand: Numbers) -> None:
 
 
 def site_config(site: str | None, part: str, form: ExpertForm, options: Options) -> Config | None:
-    """Schedule of the tuned file of a site, with the rules' keys; None where there is no file."""
+    """Return the configuration of the tuned file of a site; None where there is no file."""
     op_type = f"fused_moe_lora_{site}_{part}"
     if site is None or options.batch_invariant or options.tuned_dir is None:
         return None
@@ -187,8 +187,7 @@ def site_config(site: str | None, part: str, form: ExpertForm, options: Options)
         return None
     hidden, inner = (form.hidden, form.width) if site == "w13" else (form.width, form.hidden)
     wanted = (form.slots, form.slices, form.tokens, form.rank, hidden, inner)
-    found = tuned_config(op_type, None, options.tuned_dir, wanted) or expert_default(op_type, form.rank)
-    return {"rows": found.get("row_wise", False), "tiles_n": 1} | found
+    return tuned_config(op_type, None, options.tuned_dir, wanted) or expert_default(op_type, form.rank)
 
 
 def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How) -> MoEPlan | None:
@@ -219,19 +218,12 @@ def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switc
     return MoEPlan(form, first, second, common.counts, (shrink.split_k, form.slices, form.pairs, form.rank))
 
 
-def _schedules(work: Work, how: How) -> tuple[Schedule, Schedule]:
-    """Return schedules of the call's numbers (the fourth, group size, is unused), of tuned files, or of the rules."""
+def _schedules(work: Work, how: How) -> list[Schedule]:
+    """Return shrink's and expand's, of the call's numbers (the fourth is unused), of tuned files, or of the rules."""
     if how.configs is not None and not work.invariant:
-        shrink, expand = [Schedule(m, n, k, warps, stages, split) for m, n, k, _, warps, stages, split in how.configs]
-        return shrink, expand
-    found = [_schedule_of(site_config(how.site, part, work.form, how.options)) for part in ("shrink", "expand")]
-    return found[0] or choose_shrink(work), found[1] or choose_expand(work)
-
-
-def _schedule_of(found: Config | None) -> Schedule | None:
-    if found is None:
-        return None
-    return Schedule(
-        0 if found["rows"] else found["block_m"], found["block_n"], found["block_k"], found["num_warps"],
-        found["num_stages"], found.get("split_k", 1), found["tiles_n"],
-    )  # fmt: skip
+        return [Schedule(m, n, k, warps, stages, split) for m, n, k, _, warps, stages, split in how.configs]
+    found = [site_config(how.site, part, work.form, how.options) for part in ("shrink", "expand")]
+    return [
+        choose(work) if config is None else schedule_of("", config)
+        for config, choose in zip(found, (choose_shrink, choose_expand), strict=True)
+    ]

@@ -1,21 +1,15 @@
-"""Registration of Triton ops with torch, and their names in profiles.
-
-A graph tracer sees one node for an op of ``torch.ops.punica``.
-"""
+"""Where Triton kernels can run, and operators as profilers and graph tracers see them."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.profiler import record_function
-from torch.library import Library, infer_schema
 
 from punica.ops.triton_ops.launch import INTERPRETED
-from punica.ops.weights import is_traced as is_traced
 
-# The custom ops of this package, `torch.ops.punica.*`
-LIBRARY = Library("punica", "FRAGMENT")
+T = TypeVar("T")
 
 
 def check_runnable(device: torch.device) -> None:
@@ -44,29 +38,13 @@ def named(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return decorate
 
 
-def custom_op(mutates: str | tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register the decorated function, whose signature is the schema, as an op that writes its arguments ``mutates``.
+def untraced(function: Callable[..., T]) -> Callable[..., T]:
+    """Keep ``torch.compile`` out of a function: its graph breaks there, and the call is an eager one."""
 
-    Called by its own name it runs as a plain function (torch's dispatcher costs as much as a launch), except where
-    `is_traced`.
-    """
-    written = (mutates,) if isinstance(mutates, str) else mutates
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> T:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        registered = register_op(function.__name__, infer_schema(function, mutates_args=written), function)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> None:
-            (registered if is_traced() else function)(*args, **kwargs)
-
-        return call
-
-    return register
-
-
-def register_op(name: str, schema: str, function: Callable[..., None]) -> Callable[..., None]:
-    """Register ``function``, which only writes tensors that it is given, and return ``torch.ops.punica.<name>``."""
-    LIBRARY.define(name + schema)
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"punica::{name}", lambda *args, **kwargs: None, lib=LIBRARY)
-    return getattr(torch.ops.punica, name).default
+    return call

@@ -41,11 +41,11 @@ from punica.ops.triton_ops.lora_linear import (
     describe_base,
 )
 from punica.ops.triton_ops.lora_shrink import ShrinkMode, plan_shrink
-from punica.ops.triton_ops.op import check_runnable, is_traced, named
+from punica.ops.triton_ops.op import check_runnable, named
 from punica.ops.triton_ops.plan import Batch, KernelPlan, operands_of
 from punica.ops.triton_ops.quantize_rows import quantized_rows
 from punica.ops.triton_ops.schedules import Problem
-from punica.ops.weights import FLAT, STEP, LoRAWeights, Names, Stack, check_stored
+from punica.ops.weights import FLAT, STEP, LoRAWeights, Names, Stack, check_stored, is_traced
 
 _MOST_PLANS = 4096  # of one form of weights; a full table starts anew
 

@@ -8,8 +8,12 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
-from punica.ops.triton_ops.op import is_traced, register_op
+import torch
+from torch.library import Library
 
+from punica.ops.weights import is_traced
+
+_LIBRARY = Library("punica", "FRAGMENT")
 Given = dict[str, Any]
 """Arguments of a call, by name."""
 
@@ -84,3 +88,11 @@ def flat_op(parameters: str, writes: str) -> Callable[[Callable[[Given], None]],
 def _type_of(parameter: str) -> str:
     product, _, plain = parameter.partition("_")
     return _TYPE_OF.get(plain if product in ("shrink", "expand") and parameter not in _TYPE_OF else parameter, "Tensor")
+
+
+def register_op(name: str, schema: str, function: Callable[..., None]) -> Callable[..., None]:
+    """Register ``function``, which only writes tensors that it is given, and return ``torch.ops.punica.<name>``."""
+    _LIBRARY.define(name + schema)
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"punica::{name}", lambda *args, **kwargs: None, lib=_LIBRARY)
+    return getattr(torch.ops.punica, name).default

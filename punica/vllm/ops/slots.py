@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from punica.ops.triton_ops.configs import Options
-from punica.ops.triton_ops.op import register_op
 from punica.ops.triton_ops.step_ops import TritonOps
 from punica.ops.weights import LoRAWeights
 from punica.vllm.ops.dense import TensorBatch
+from punica.vllm.ops.signature import register_op
 
 _MOST_STEPS = 1024
 _LAYERS: WeakValueDictionary[int, "Slots"] = WeakValueDictionary()

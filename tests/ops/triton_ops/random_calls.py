@@ -298,9 +298,7 @@ def experts_of_wrapper(form: SimpleNamespace, call: SimpleNamespace, world: Worl
         rest |= {"lora_a_scale": world.a_scale, "lora_b_scale": world.b_scale, "a_scale": world.x_scale}
         rest["quant_args"] = fp8._asdict()
     operands, pairs = (y, world.x, tuple(world.a), tuple(world.b)), (case.tokens, case.block, case.experts, case.slots)
-    mapping, *aligned = wrapper.moe_lora_align_block_size(
-        world.topk_ids, *pairs, world.enabled, None, True, case.naive
-    )
+    mapping, *aligned = wrapper.moe_lora_align_block_size(world.topk_ids, *pairs, world.enabled, None, True, case.naive)
     if call.op == "experts by numbers":
         blocks = dict(zip(DEFAULTS, form.numbers, strict=True))
         switches = {"mul_routed_weight": case.down, "offset": case.offset, "token_lora_mapping": mapping}

@@ -75,7 +75,6 @@ def test_every_code_in_every_place(dtype, fp8, native, device):
     assert torch.equal(found[finite].signbit(), expected[finite].signbit())
 
 
-
 def spread(*sizes):
     """Slots of so many rows of each adapter (the first: of none), where no adapter's rows lie together."""
     slots = [-1] * sizes[0] + [slot for slot, rows in enumerate(sizes[1:]) for _ in range(rows)]

@@ -79,9 +79,7 @@ def served(world: moe_cases.World) -> torch.Tensor:
     return given.output
 
 
-@pytest.mark.parametrize(
-    "case", [moe_cases.CASES["plain"], moe_cases.FP8_CASES["per channel"]], ids=["16 bits", "fp8"]
-)
+@pytest.mark.parametrize("case", [moe_cases.CASES["plain"], moe_cases.FP8_CASES["per channel"]], ids=["16 bits", "fp8"])
 def test_profiled_experts_launch_what_others_launch(case: moe_cases.Case, launches: list, device: str) -> None:
     world = moe_cases.World(case, device)
     expected, unwatched = served(world), list(launches)

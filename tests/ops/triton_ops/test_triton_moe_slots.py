@@ -60,7 +60,7 @@ def test_launches_follow_the_adapters_in_use(naive, launches, monkeypatch, devic
         launches.clear()
     assert of_slots[256] == of_slots[64] == of_slots[16]
     *alignment, shrink, expand = of_slots[256]
-    assert [grid for grid, in alignment] == ([] if naive else [(1, 16, 1)]), "a place for each row, rounded up"
+    assert [grid for (grid,) in alignment] == ([] if naive else [(1, 16, 1)]), "a place for each row, rounded up"
     pairs, tiles = len(MAPPING) * 2, LIVE * 4
     assert shrink[1] == expand[1] == (pairs, pairs if naive else tiles)
     assert shrink[2] == expand[2] == (2 if naive else 16)

@@ -58,15 +58,6 @@ def test_any_strides_and_no_rows(device):
         assert_same(quantized_rows(empty), quantize_per_token(empty, check=False))
 
 
-def test_one_node_of_a_trace(device):
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    x = torch.randn(3, 40, device=device)
-    graph = make_fx(lambda x: quantized_rows(x))(x)
-    assert len([node for node in graph.graph.nodes if "quantize_rows" in str(node.target)]) == 1
-    assert_same(graph(x), quantize_per_token(x, check=False))
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

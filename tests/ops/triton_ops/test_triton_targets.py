@@ -114,9 +114,7 @@ def check_shrink_waits(records: list[Record]) -> None:
 
 def check_registers(records: list[Record]) -> None:
     """They suffice on the tensor cores and for widths that memory likes."""
-    usual = [
-        one for one in records if one["case"]["dtype"] != "float32" and one["case"].get("layer", "odd") != "odd"
-    ]
+    usual = [one for one in records if one["case"]["dtype"] != "float32" and one["case"].get("layer", "odd") != "odd"]
     assert not [(one["spilled"], one["form"], one["case"]) for one in usual if one["spilled"] > SPILLED]
 
 
