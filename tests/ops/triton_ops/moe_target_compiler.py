@@ -1,27 +1,27 @@
-"""Compile the MoE kernels for a GPU that is not there: ``python moe_target_compiler.py 90 < cases.json``, see
-`target_compiler`. Operands lie on the meta device; the rules choose, as they would on that GPU.
-"""
+"""Compile the MoE kernels for an absent GPU: ``python moe_target_compiler.py 90 < cases.json``, see `target_compiler`."""
 
-import json
-import sys
 from typing import Any
 
 import torch
-from target_compiler import Compilations, empty
+from target_compiler import run
 
 from punica.ops.experts import Experts, Fp8Experts, Switches
 from punica.ops.scales import Scheme
-from punica.ops.triton_ops import moe_align, moe_plan
-from punica.ops.triton_ops.moe_align import PairGroups
+from punica.ops.triton_ops.moe_align import PairGroups, align_all
 from punica.ops.triton_ops.moe_ops import fused
+from punica.ops.triton_ops.moe_plan import How
 
 LAYERS = {"mixtral": (8, 2, 4096, 14336), "qwen3": (128, 8, 2048, 768), "odd": (10, 3, 1000, 100)}
 """Experts, experts per token, hidden and inner size."""
 SLOTS = 4
 
 
-def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any]]:
-    """Alignment, the LoRA of one product, and the product itself."""
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def compile_case(case: dict[str, Any]) -> None:
+    """Launch alignment, the LoRA of one product, and the product itself."""
     (experts, top_k, hidden, inner), height = LAYERS[case["layer"]], case["height"]
     tokens, rank, dtype, down = case["tokens"], case["rank"], getattr(torch, case["dtype"]), case["down"]
     slices, (k, n) = (1, (inner, hidden)) if down else (2, (hidden, inner))
@@ -32,8 +32,7 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
     x = empty(pairs if down else tokens, k, dtype=dtype)
     aligned: tuple = (None, empty(pairs, dtype=torch.int64), None)
     if not case["naive"]:
-        sizes = (experts, height, SLOTS, blocks * height, blocks)
-        flat = moe_align.align_all(ids, mapping, sizes, enabled, None)
+        flat = align_all(ids, mapping, (experts, height, SLOTS, blocks * height, blocks), enabled, None)
         aligned = (flat[0].view(SLOTS, -1), flat[1].view(SLOTS, -1), flat[2])
     held = getattr(torch, case["fp8"]) if case["fp8"] else dtype
     a = [empty(SLOTS, experts, rank, k, dtype=held)] * slices
@@ -45,32 +44,20 @@ def compile_case(case: dict[str, Any], done: Compilations) -> list[dict[str, Any
         x = empty(*x.shape, dtype=torch.float8_e4m3fn)
     listed = None if case["naive"] else empty(min(SLOTS + 1, tokens), dtype=i32)  # as the wrapper lists them
     given = Experts(y, x, a, b, weights, *aligned, mapping, enabled, listed, ranks, fp8)
-    before = len(done.records)
-    fused(given, rank, top_k, Switches(down), moe_plan.How(early=down))
+    fused(given, rank, top_k, Switches(down), How(early=down))
     if down:
         PairGroups(ids, experts).multiply(x, empty(experts, n, k, dtype=dtype), 1)
-    return [{"case": case, **record} for record in done.records[before:]]
 
 
 def _scales(case: dict[str, Any], rows: int, sizes: tuple[int, ...]) -> Fp8Experts:
     """Per channel, or in blocks of ``case["block"]``."""
     experts, slices, rank, k, n = sizes
     block, f32 = case["block"], torch.float32
-    scheme = Scheme(block, block, case["w8a8"]) if block else Scheme(0, 0, case["w8a8"], True)
-    shapes = (rank, k), (n, rank)
-    of_a, of_b = (tuple(-(-size // block) for size in shape) if block else shape[:1] for shape in shapes)
+    scheme = Scheme(block, block, case["w8a8"], not block)
     x_scale = empty(rows, -(-k // block) if block else 1, dtype=f32) if case["w8a8"] else None
-    a, b = ([empty(SLOTS, experts, *shape, dtype=f32)] * slices for shape in (of_a, of_b))
+    a, b = ([empty(SLOTS, experts, *scheme.shape(*shape), dtype=f32)] * slices for shape in ((rank, k), (n, rank)))
     return Fp8Experts(a, b, x_scale, None, scheme, scheme)
 
 
-def main() -> None:
-    done = Compilations(int(sys.argv[1]))
-    for one in (moe_plan, moe_align):
-        one.check_runnable = lambda device: None
-    moe_plan.supports_pdl = lambda device: int(sys.argv[1]) >= 90
-    json.dump([record for case in json.load(sys.stdin) for record in compile_case(case, done)], sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    run(compile_case)

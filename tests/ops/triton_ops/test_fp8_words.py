@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from fp8_case import FP16, Case
 from step_calls import linear
-from target_compiler import constants_of
 from triton_batches import EXPANDS, SHRINKS, assert_close
 
 from punica.ops.scales import PER_CHANNEL
@@ -116,8 +115,8 @@ def reads_words(monkeypatch):
         return seen[-1]
 
     def reads(rows: bool = False) -> bool:
-        constants = constants_of(seen[-1].expand)
-        return constants["quant"].words if rows else constants["words"]
+        shape, tile = seen[-1].expand.launch.tail[-2:]
+        return shape.quant.words if rows else tile.words
 
     monkeypatch.setattr(module, "plan_linear", note)
     forget_plans()

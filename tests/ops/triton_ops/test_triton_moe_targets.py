@@ -57,7 +57,9 @@ def check(records: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_every_form_compiles_and_fits():
-    check(compiled(OTHERS))
+    records = compiled([*OTHERS, CASE | {"naive": True}])
+    check(records)
+    assert [record["waits"] for record in records[-2:]] == [True, True]
 
 
 @pytest.mark.slow
@@ -68,10 +70,3 @@ def test_usual_calls_spill_nothing_and_overlap():
     assert sum(record["waits"] for record in records) == 2 * len(USUAL)  # shrink and expand of each
     early = sum(record["starts_early"] for record in records)
     assert early == len(USUAL) + sum(case["down"] for case in USUAL)  # every expand, and shrink behind an activation
-
-
-@pytest.mark.slow
-def test_a_decode_step_compiles():
-    records = compiled([CASE | {"naive": True}])
-    check(records)
-    assert [record["waits"] for record in records] == [True, True]
