@@ -1,4 +1,4 @@
-"""Compile the MoE kernels for an absent GPU: ``python moe_target_compiler.py 90 < cases.json``, see `target_compiler`."""
+"""Compile the MoE kernels for an absent GPU, as `target_compiler` the dense ones."""
 
 from typing import Any
 

@@ -16,7 +16,6 @@ from punica.ops.triton_ops import (
     get_lora_op_configs,
     load_lora_op_config,
     lora_linear,
-    moe_ops,
 )
 from punica.ops.weights import LoRAWeights
 
@@ -150,12 +149,6 @@ def test_an_edited_table_replaces_the_plans_of_weights_in_use(tmp_path, device):
         TritonOps(configs.Options(tuned_dir=str(tmp_path))).linear(batch.y, batch.x, weights, step)
         splits += [plan.partials[0] for plan in weights.plans.values()]
     assert splits == [2, 4]
-
-
-def test_plans_of_experts_are_forgotten_too():
-    moe_ops._PLANS["a call",] = None
-    clear_config_cache()
-    assert not moe_ops._PLANS
 
 
 def test_unknown_op_type():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_case import Case
-from step_calls import expand, linear, shrink
+from step_calls import linear, shrink
 from triton_batches import EXPANDS, SHRINKS, Batch, assert_close
 
 from punica.metadata import LoRAKernelMeta
@@ -133,30 +133,6 @@ def test_true_ranks_and_poison(by_rows, width, form, rank, device, use_schedules
     y = case.run()
     case.check(y)
     assert torch.equal(y[[1, 4]], case.before[[1, 4]])
-
-
-def test_accumulates_and_leaves_bare_rows_alone(device, use_schedules):
-    for form in SHRINKS:
-        use_schedules(shrink=SHRINKS[form])
-        a = stacks([(20, 100)], MODES["channel"], device)[0]
-        x, before = torch.randn(7, 100).half().to(device), torch.randn(1, 7, 20).to(device)
-        y = before.clone()
-        shrink(x, [a.stored], y, step(SLOTS, device), 0.5, b_scale=[a.scale], scheme=PER_CHANNEL, accumulate=True)
-        expected = before.cpu().double() + 0.5 * product(x.cpu().double(), a.real(), SLOTS, None, True)
-        torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-3, atol=1e-3)
-        assert torch.equal(y[:, [1, 6]], before[:, [1, 6]])
-
-
-def test_overwrites_columns_of_adapted_rows_only(device, use_schedules):
-    for form in EXPANDS:
-        use_schedules(expand=EXPANDS[form])
-        b = stacks([(50, 20)], MODES["tensor"], device)[0]
-        h, y = torch.randn(1, 7, 20).to(device), torch.full((7, 60), 7.0, device=device)
-        expand(h, [b.stored], y, step(SLOTS, device), 5, False, b_scale=[b.scale])
-        expected = torch.full((7, 60), 7.0, dtype=torch.float64)
-        on = torch.tensor(SLOTS) >= 0
-        expected[on, 5:55] = product(h[0].cpu().double(), b.real(), SLOTS, None, False)[on]
-        torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("layout", ["stride 0", "4 dimensions", "gaps"])

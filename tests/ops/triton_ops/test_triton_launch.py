@@ -99,12 +99,6 @@ def test_the_second_launch_is_direct_with_addresses_counts_strides_and_constants
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_only_a_launch_with_pdl_names_it_to_the_compiler():
-    assert launch_of(Kernel()).options == {"num_warps": 4}
-    assert launch_of(Kernel(), pdl=True).options == {"num_warps": 4, "launch_pdl": True}
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize(
     ("is_rocm", "capability", "pdl"), [(False, 9, True), (False, 12, True), (False, 8, False), (True, 9, False)]
 )
@@ -186,27 +180,6 @@ def test_plans_keep_no_weights_alive(looked_at, device):
     assert all(reference() is None for reference in freed)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda a: a.data.transpose(-1, -2), lambda a: a.data[:1].clone(), lambda a: a.data.double()],
-    ids=["transposed", "fewer slots", "dtype"],
-)
-def test_another_shape_behind_the_same_weight_is_noticed(change, device):
-    """A square A: its address and number of elements may stay what they were."""
-    batch = Batch([0, 1], 16, (16,), 16, 2, FP16, device)
-    step, y = filled(batch), batch.y.clone()
-    linear(y, batch.x, batch.a, batch.b, step)
-    batch.a[0].data = change(batch.a[0])
-    if batch.a[0].dtype == FP16 and batch.a[0].shape[0] == 2:
-        before = batch.y.clone()
-        linear(batch.y, batch.x, batch.a, batch.b, step)
-        want = before.cpu().double() + batch.expanded(batch.shrunk()) / 0.5
-        torch.testing.assert_close(batch.y.cpu().double(), want, rtol=4e-3, atol=4e-3)
-    else:
-        with pytest.raises((ValueError, TypeError)):
-            linear(batch.y, batch.x, batch.a, batch.b, step)
-
-
 def test_layers_of_one_shape_share_their_plans(looked_at, device):
     batch = Batch([0, 1], 32, (16,), 4, 2, FP16, device)
     step = filled(batch)
@@ -228,16 +201,6 @@ def test_an_integer_scale_is_a_number_like_any_other(scale, device):
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[3])
     torch.testing.assert_close(results[2].float(), results[0].float() * (0.5 / scale), rtol=4e-3, atol=4e-3)
-
-
-@pytest.mark.parametrize("name", ["inputs", "output_tensor", "lora_ranks"])
-def test_what_is_no_tensor_is_named(name, device):
-    batch = Batch([0, 1], 16, (16,), 16, 2, FP16, device)
-    call = {"inputs": batch.x, "lora_a_weights": batch.a, "output_tensor": torch.zeros(1, 2, 16, device=device)}
-    with pytest.raises(TypeError, match=f"{name} must be a tensor, got list"):
-        lora_shrink(
-            **{**call, name: [[1.0]]}, **dict(zip(NAMES, batch.args, strict=True)), scaling=1.0, **batch.count
-        )  # fmt: skip
 
 
 def test_too_few_rows_are_refused_also_under_a_profiler(device):

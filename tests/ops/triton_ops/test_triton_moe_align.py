@@ -8,6 +8,8 @@ from punica.ops.triton_ops import moe_align
 from punica.parallel import moe
 
 SHAPES = [(3, 2, 2, 2), (37, 4, 20, 3), (300, 8, 128, 2), (1, 1, 1, 1), (0, 2, 4, 2), (9, 2, 40, 17)]
+if torch.cuda.is_available():
+    SHAPES.append((4096, 8, 512, 32))
 
 
 @pytest.mark.parametrize("parallel", [False, True])

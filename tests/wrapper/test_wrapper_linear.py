@@ -1,10 +1,12 @@
-"""PunicaWrapperCPU against a float64 loop over rows: one product per row with its adapter's dense weights."""
+"""Dense methods of both wrappers against a float64 loop over rows: one product per row with its adapter's weights."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from punica.metadata import LoRAMapping
-from punica.wrapper import PunicaWrapperCPU
+from punica.wrapper import PunicaWrapperBase, PunicaWrapperCPU, PunicaWrapperGPU
 
 L = 4
 ADAPTERS = [11, 12, 13, 14]  # adapter 11 + s lies in slot s
@@ -12,8 +14,18 @@ TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 2e-3), torch.bfl
 MIXED = [0, 2, 2, -1, 3, 0, 0, -1, 1, 2, 1]  # slots of 11 tokens
 
 
-def wrapper_for(slots: list[int], sampled: list[int] | None = None, is_prefill: bool = False) -> PunicaWrapperCPU:
-    wrapper = PunicaWrapperCPU(64, 64, "cpu", max_loras=L)
+@pytest.fixture(params=[PunicaWrapperCPU, PunicaWrapperGPU], ids=["torch", "kernels"])
+def backend(request) -> Iterator[type]:
+    """Class of the wrapper; tensors of the test are made on its device, the CPU in Triton's interpreter."""
+    torch.set_default_device("cuda" if request.param is PunicaWrapperGPU and torch.cuda.is_available() else "cpu")
+    yield request.param
+    torch.set_default_device("cpu")
+
+
+def wrapper_for(
+    slots: list[int], sampled: list[int] | None = None, is_prefill: bool = False, backend: type = PunicaWrapperCPU
+) -> PunicaWrapperBase:
+    wrapper = backend(64, 64, torch.empty(0).device, max_loras=L)
     to_id = [0, *ADAPTERS]
     mapping = LoRAMapping([to_id[s + 1] for s in slots], [to_id[s + 1] for s in sampled or slots], is_prefill)
     wrapper.update_metadata(mapping, ADAPTERS, L + 1, 1000)
@@ -67,30 +79,30 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     ],
     ids=["rank 1", "q k v", "grouped, eight slices", "one token, odd hidden size", "identical", "distinct"],
 )
-def test_linear_equals_dense_rows(slots, hidden, rank, widths, dtype) -> None:
+def test_linear_equals_dense_rows(slots, hidden, rank, widths, dtype, backend) -> None:
     """Prefill and decode bit for bit; rows past the mapping are padding."""
     a, b = weights(len(widths), hidden, rank, widths, dtype)
     x, y = torch.randn(len(slots) + 5, hidden).to(dtype), torch.randn(len(slots) + 5, sum(widths)).to(dtype)
     before, prefilled = y.clone(), y.clone()
-    assert wrapper_for(slots).add_lora_linear(y, x, a, b, 0.5, widths) is None
+    assert wrapper_for(slots, backend=backend).add_lora_linear(y, x, a, b, 0.5, widths) is None
     assert_close(y[: len(slots)], expected_linear(before[: len(slots)], x, a, b, 0.5, slots))
     untouched = [t for t, slot in enumerate([*slots, *[-1] * 5]) if slot < 0]
     assert torch.equal(y[untouched], before[untouched])
-    wrapper_for(slots, is_prefill=True).add_lora_linear(prefilled, x, a, b, 0.5, widths)
+    wrapper_for(slots, None, True, backend).add_lora_linear(prefilled, x, a, b, 0.5, widths)
     assert torch.equal(prefilled, y)
 
 
-def test_linear_overwrites_with_add_inputs_false() -> None:
+def test_linear_overwrites_with_add_inputs_false(backend) -> None:
     a, b = weights(2, 20, 4, [6, 5], torch.float32, four_d=False)
     x, y = torch.randn(len(MIXED), 20), torch.full((len(MIXED), 13), 9.0)
     expected = expected_linear(y, x, a, b, 2.0, MIXED, add_inputs=False)
-    wrapper_for(MIXED).add_lora_linear(y, x, a, b, 2.0, (6, 5), add_inputs=False)
+    wrapper_for(MIXED, backend=backend).add_lora_linear(y, x, a, b, 2.0, (6, 5), add_inputs=False)
     assert_close(y, expected)
     assert (y[:, 11:] == 9.0).all()
     assert (y[[3, 7]] == 9.0).all()
 
 
-def test_true_ranks_hide_the_lanes_beyond_them() -> None:
+def test_true_ranks_hide_the_lanes_beyond_them(backend) -> None:
     a, b = weights(2, 30, 16, [9, 9], torch.float32)
     ranks = torch.tensor([[16, 5, 0, 8], [16, 5, 0, 0]], dtype=torch.int32)
     for i in range(2):
@@ -99,7 +111,7 @@ def test_true_ranks_hide_the_lanes_beyond_them() -> None:
             b[i][slot, 0, :, ranks[i, slot] :] = float("nan")
     x, y = torch.randn(len(MIXED), 30), torch.randn(len(MIXED), 18)
     expected = expected_linear(y, x, a, b, 0.5, MIXED, ranks=ranks)
-    wrapper_for(MIXED).add_lora_linear(y, x, a, b, 0.5, (9, 9), lora_ranks=ranks)
+    wrapper_for(MIXED, backend=backend).add_lora_linear(y, x, a, b, 0.5, (9, 9), lora_ranks=ranks)
     assert_close(y, expected)
 
 
@@ -222,14 +234,13 @@ def test_bad_arguments_raise_and_write_nothing(method: str, case: str) -> None:
 # ---- add_shrink and add_expand
 
 
-@pytest.mark.parametrize("as_tuple", [False, True], ids=["tensor", "tuple"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shrink_accumulates_and_leaves_other_rows(as_tuple: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("as_tuple", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_shrink_accumulates_and_leaves_other_rows(as_tuple: bool, dtype: torch.dtype, backend: type) -> None:
     a, _ = weights(3, 50, 6, [], dtype)
     x = torch.randn(len(MIXED) + 1, 50).to(dtype)
     y = torch.randn(3, len(MIXED) + 1, 6)
     before = y.clone()
-    wrapper_for(MIXED).add_shrink(tuple(y) if as_tuple else y, x, a, 0.5)
+    wrapper_for(MIXED, backend=backend).add_shrink(tuple(y) if as_tuple else y, x, a, 0.5)
     expected = before.double()
     for i in range(3):
         for t, slot in enumerate(MIXED):
@@ -240,15 +251,15 @@ def test_shrink_accumulates_and_leaves_other_rows(as_tuple: bool, dtype: torch.d
     assert torch.equal(y[:, untouched], before[:, untouched])
 
 
-@pytest.mark.parametrize("add_inputs", [True, False])
-@pytest.mark.parametrize("as_tuple", [False, True], ids=["tensor", "tuple"])
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
-def test_expand_into_columns(as_tuple: bool, add_inputs: bool, x_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("as_tuple", "add_inputs", "x_dtype"), [(False, True, torch.float32), (True, False, torch.bfloat16)]
+)
+def test_expand_into_columns(as_tuple: bool, add_inputs: bool, x_dtype: torch.dtype, backend: type) -> None:
     _, b = weights(2, 1, 6, [7, 5], torch.bfloat16)
-    x = torch.randn(2, len(MIXED), 6).to(x_dtype)
+    x = torch.randn(2, len(MIXED), 6).bfloat16().to(x_dtype)  # kernels round it to the dtype of B
     y = torch.randn(len(MIXED), 20).bfloat16()
     before = y.clone()
-    wrapper_for(MIXED).add_expand(y, tuple(x) if as_tuple else x, b, (7, 5), 3, add_inputs)
+    wrapper_for(MIXED, backend=backend).add_expand(y, tuple(x) if as_tuple else x, b, (7, 5), 3, add_inputs)
     expected = before.double()
     for t, slot in enumerate(MIXED):
         for i, columns in enumerate((slice(3, 10), slice(10, 15))):
@@ -264,13 +275,12 @@ def test_expand_into_columns(as_tuple: bool, add_inputs: bool, x_dtype: torch.dt
 # ---- add_lora_embedding and add_lora_logits
 
 
-@pytest.mark.parametrize("add_inputs", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_embedding(add_inputs: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("add_inputs", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_embedding(add_inputs: bool, dtype: torch.dtype, backend: type) -> None:
     _, (b,) = weights(1, 1, 8, [40], dtype)
     x, y = torch.randn(len(MIXED), 8).to(dtype), torch.randn(len(MIXED), 40).to(dtype)
     before = y.clone()
-    assert wrapper_for(MIXED).add_lora_embedding(y, x, b, add_inputs) is None
+    assert wrapper_for(MIXED, backend=backend).add_lora_embedding(y, x, b, add_inputs) is None
     expected = before.double()
     for t, slot in enumerate(MIXED):
         if slot >= 0:
@@ -279,15 +289,13 @@ def test_embedding(add_inputs: bool, dtype: torch.dtype) -> None:
     assert torch.equal(y[[3, 7]], before[[3, 7]])
 
 
-@pytest.mark.parametrize(
-    ("vocab", "padded", "is_prefill"), [(300, 320, False), (32000, 32000, True), (128256, 128256, False)]
-)
-def test_logits_use_the_slots_of_the_sampled_rows(vocab: int, padded: int, is_prefill: bool) -> None:
+@pytest.mark.parametrize(("vocab", "padded", "is_prefill"), [(300, 320, False), (32000, 32000, True)])
+def test_logits_use_the_slots_of_the_sampled_rows(vocab: int, padded: int, is_prefill: bool, backend: type) -> None:
     tokens, sampled = [0, 0, 0, -1, -1, 1], [2, -1, 3]
     (a,), (b,) = weights(1, 24, 4, [vocab], torch.bfloat16)
     x, y = torch.randn(3, 24).bfloat16(), torch.randn(3, padded).bfloat16()
     before = y.clone()
-    assert wrapper_for(tokens, sampled, is_prefill).add_lora_logits(y, x, a, b, 0.5) is None
+    assert wrapper_for(tokens, sampled, is_prefill, backend).add_lora_logits(y, x, a, b, 0.5) is None
     expected = before.double()
     expected[:, :vocab] = expected_linear(before[:, :vocab], x, (a,), (b,), 0.5, sampled)
     assert_close(y, expected)
