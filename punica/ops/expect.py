@@ -107,7 +107,6 @@ def _is_like(tensor: Any, first: Tensor) -> bool:
 
 
 def check_list(name: str, tensors: Any, count: int | None = None) -> None:
-    """Check the type and the length of operands that are given by slice."""
     if not isinstance(tensors, (tuple, list)):
         raise TypeError(f"{name} must be a tuple of tensors, one per slice, got {type(tensors).__name__}")
     if not tensors and count is None:
@@ -120,7 +119,6 @@ def check_list(name: str, tensors: Any, count: int | None = None) -> None:
 
 
 def check_keywords(method: str, given: Mapping[str, Any], allowed: Sequence[str] = ()) -> None:
-    """Raise TypeError listing the keywords that ``method`` does not know."""
     unknown = sorted(set(given) - set(allowed))
     if unknown:
         known = ", ".join(allowed) or "none"
@@ -136,7 +134,6 @@ def check_scale(name: str, scale: Any) -> None:
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Raise TypeError unless ``value`` is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__} {value!r}")
 

@@ -86,7 +86,6 @@ class ExpertLoRAWeights:
         return self.lora_a[0].shape[1]
 
     def prefers_naive(self, pairs: int) -> bool:
-        """Tell whether an expert of an adapter rarely has two of so few pairs."""
         return pairs * NAIVE_SHARE <= self.experts * self.slots
 
 

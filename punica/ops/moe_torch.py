@@ -113,7 +113,6 @@ def fused_moe_lora(
 def _reader(
     weights: Sequence[Tensor], scales: Sequence[Tensor] | None = None, scheme: Scheme = PLAIN
 ) -> Callable[[int, int, int], Tensor]:
-    """Return a function of (slice, slot, expert) that reads one weight as float32."""
     if scales is None:
         return lambda s, slot, expert: weights[s][slot, expert].float()
     return lambda s, slot, expert: real_weight(weights[s][slot, expert], scales[s][slot, expert], scheme)

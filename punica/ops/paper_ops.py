@@ -121,7 +121,6 @@ class PaperOps:
 
 
 def _check_expand(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor) -> Tensor:
-    """Check the operands of an expand; return the weights ``[L, N, r]``."""
     sizes: Sizes = {}
     expect("lora_b_weights", weights, "L (1) N r", dtype=WITH_DOUBLE, sizes=sizes)
     _check_rows(inputs, "T r", weights, (torch.float32,), output, slots, sizes)

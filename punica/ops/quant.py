@@ -1,15 +1,15 @@
 """FP8 values and their scales: ``real = stored * scale``, one scale per tensor, per channel or per block.
 
-A scale belongs to a *unit* of elements and is ``max(max|w|, 1e-12) / fp8_max`` over it, so that the largest element of
-every unit becomes the largest FP8 value; ``stored = cast(clamp(w / scale))`` in float32, rounded to nearest even and
-clamped before the cast, which does not saturate. A weight ``[N, K]`` has the units
+A scale belongs to a *unit* of elements and is ``max(max|w|, 1e-12) / fp8_max`` over it;
+``stored = cast(clamp(w / scale))`` in float32, rounded to nearest even (the cast itself does not saturate). A weight
+``[N, K]`` has the units
 
     per tensor   all of it                          scale []
     per channel  a row                              scale [N]
     block-wise   ``block_n`` rows x ``block_k`` columns, fewer at the edges     scale [ceil(N/block_n), ceil(K/block_k)]
 
-Values are read back to the host to be checked (NaN, inf); a forward pass calls with ``check=False``, where a NaN stays
-NaN and an inf gives an inf scale. TypeError: dtypes; ValueError: shapes, sizes, or an element that is not finite.
+Values are read back to the host to be checked; with ``check=False`` a NaN stays NaN and an inf gives an inf scale.
+TypeError: dtypes; ValueError: shapes, sizes, or an element that is not finite.
 """
 
 from __future__ import annotations
@@ -182,7 +182,6 @@ class Fp8Matrix:
         return Fp8Matrix(values, scale[..., 0].contiguous() if values.shape[-1] else scale.sum(-1))
 
     def split(self, sizes: Sequence[int]) -> list[Fp8Matrix]:
-        """Split one matrix into blocks of so many rows each."""
         rows = list(sizes)
         return [Fp8Matrix(*part) for part in zip(self.values.split(rows), self.scale.split(rows), strict=True)]
 
@@ -202,7 +201,6 @@ def _check_source(name: str, w: Any, dtype: torch.dtype, check: bool, least_dims
 
 
 def _largest(magnitudes: Tensor) -> Tensor:
-    """Return the largest element along the last dimension, 0 where it is empty."""
     return magnitudes.amax(-1) if magnitudes.shape[-1] else magnitudes.sum(-1)
 
 
@@ -222,6 +220,5 @@ def block_counts(w: Tensor, block: Sequence[int]) -> tuple[int, int]:
 
 
 def over_elements(scale: Tensor, shape: torch.Size, block: Sequence[int]) -> Tensor:
-    """Return block scales repeated to the elements of a tensor of ``shape``."""
     rows = scale.repeat_interleave(block[0], -2)[..., : shape[-2], :]
     return rows.repeat_interleave(block[1], -1)[..., : shape[-1]]

@@ -1,14 +1,14 @@
 """The meaning of every LoRA operator: the oracle of the tests, written to be read.
 
-A batch holds T rows, row t uses the adapter in slot ``l_t`` (``-1``: none). With weights ``W [L, out, in]`` (row-major,
-applied transposed, ``[L, 1, out, in]`` also accepted) the two products of the paper's section 4 are
+A batch holds T rows, row t uses the adapter in slot ``l_t`` (``-1``: none). With weights ``W [L, out, in]`` the two
+products of the paper's section 4 are
 
 * shrink (hidden size -> rank):  ``out[t, :r] = scaling * x[t] @ W[l_t]^T``, and 0 where ``l_t = -1``;
 * expand (rank -> hidden size):  ``out[t, :c] (+)= x[t] @ W[l_t]^T`` with ``c = min(N, out.shape[1])``, rows at -1
   untouched.
 
-Arguments and errors of the six are those of `punica.ops.paper_ops.PaperOps`. All compute in float32 (float64 as soon
-as one tensor is float64), round once into the dtype of the output, and write in place; on ``meta`` they only check.
+Arguments and errors are those of `punica.ops.paper_ops.PaperOps`. All compute in float32 (float64 as soon as one tensor
+is float64), round once, and write in place; on ``meta`` they only check.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,6 @@ from punica.ops.paper_ops import PaperOps
 def _multiply(
     inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, *, scaling: float, add: bool, zero_idle: bool
 ) -> None:
-    """Compute ``output[t] (+)= scaling * inputs[t] @ weights[slots[t]]^T`` for checked arguments."""
     if any(tensor.is_meta for tensor in (inputs, weights, output, slots)):
         return
     wide = torch.float64 in (inputs.dtype, weights.dtype, output.dtype)

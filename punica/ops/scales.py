@@ -70,7 +70,6 @@ class Scheme(NamedTuple):
         return (n,) if self.per_channel_quant else ()
 
     def meaning(self) -> str:
-        """Words for a message."""
         if self.block_wise:
             return f"blocks of group_n {self.group_n} x group_k {self.group_k}"
         return "one per slot and channel (per_channel_quant)" if self.per_channel_quant else "one per slot (per tensor)"
@@ -150,7 +149,6 @@ def check_row_scales(name: str, scale: Any, rows: int, k: int, scheme: Scheme, d
 
 
 def real_weight(stored: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """Return one weight ``[N, K]`` with its scales as float32."""
     weight = upcast(stored)
     if scheme.block_wise:
         blocks = scheme.group_n, scheme.group_k
@@ -164,7 +162,6 @@ def real_rows(x: Tensor, scale: Tensor | None, scheme: Scheme) -> Tensor:
 
 
 def over_columns(scale: Tensor, k: int, scheme: Scheme) -> Tensor:
-    """Return scales of rows, broadcast to ``[..., rows, k]``."""
     if scale.numel() == 1:
         return scale.reshape(())
     if scale.ndim == 1 or scale.shape[1] == 1:

@@ -1,25 +1,19 @@
 """One run of segments through the fastest matmul that torch has for its layout and dtype.
 
 ``out[s, N] = beta * out + alpha * x[s, K] @ w[N, K]^T`` for one segment, the same with a leading dimension for a run;
-summed in float32 (float64 for float64) and rounded once into the dtype of ``out``. `choose` picks one of three forms
-when a call is prepared:
+summed in float32 (float64 for float64) and rounded once into the dtype of ``out``. `choose` picks one of three forms:
 
-* **direct**: x, w and out all have the arithmetic dtype. One segment is one ``mm`` or ``addmm_``, several are one
-  ``bmm`` or ``baddbmm_`` on views, which is faster than one by one as soon as there are two. oneDNN's linear is slower
-  here, since it reorders the weight at every call.
-* **convert**: 16-bit weights become float32 in a scratch buffer, several segments at a time. Most processors lack
-  16-bit matmul instructions, and torch then multiplies 16-bit numbers one by one; converting also wins where oneDNN has
-  bfloat16 instructions, as long as segments are short. Every shrink into a float32 buffer converts, since torch has no
-  bfloat16 product with a float32 result on a CPU: that is the price of a float32 intermediate.
+* **direct**: all have the arithmetic dtype. One segment is one ``mm`` or ``addmm_``, several are one ``bmm`` or
+  ``baddbmm_`` on views. oneDNN's linear is slower here, since it reorders the weight at every call.
+* **convert**: 16-bit weights become float32 in a scratch buffer, several segments at a time. Most processors multiply
+  16-bit numbers one by one, and short segments gain even where oneDNN has bfloat16 instructions. Every shrink into
+  float32 converts, since torch has no bfloat16 product with a float32 result on a CPU.
 * **native**: where oneDNN has bfloat16 matmuls (AVX512-bf16, AMX), expands into a large bfloat16 weight with more than
-  a few rows multiply in place. It takes bfloat16 operands, so a float32 intermediate is rounded to bfloat16 first, as
-  the Triton expand does; sums stay in float32. Small weights always convert.
+  a few rows multiply in place. A float32 intermediate is rounded to bfloat16 first, as in the Triton expand.
 
-Scratch buffers are kept per thread: a fresh temporary of over 128 KiB is mapped and faulted in by the kernel at every
-call, which costs more than the product.
-
-Checking a call and cutting its weights by segment costs as much as the products of a small batch, so a stack keeps its
-`Cut` for the step at hand. It holds views of the weights, never values: a slot may be filled at any time.
+Scratch buffers are kept per thread, since a fresh temporary of over 128 KiB costs more than the product. A stack keeps
+its `Cut` for the step at hand, which costs as much as the products of a small batch. It holds views of the weights,
+never values: a slot may be filled at any time.
 """
 
 from __future__ import annotations
@@ -218,8 +212,6 @@ def _convert_segment(tile: Tile) -> Multiply:
 
 
 def _in_parts(parts: list[tuple[int | slice, Multiply]]) -> Multiply:
-    """Return the product of a run by parts of its segments."""
-
     def multiply(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float) -> None:
         for part, one in parts:
             one(out[part], x[part], w[part], alpha, beta)

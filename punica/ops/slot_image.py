@@ -1,15 +1,14 @@
 """The slot image: everything that one adapter puts into a slot of a whole model, in one block of bytes.
 
-Copying an adapter matrix by matrix costs a host call each, some 450 for a Llama-2 7B, and the link idles between small
-copies (section 5.2 of the paper loads 80 MB). Packed once, when the adapter is registered, it moves in one launch:
-`punica.ops.triton_ops.slot_write` spreads it over the stacked buffers of all layers. Layout, for M matrices (A and B of
-every slice of every layer):
+Copied matrix by matrix, an adapter of a Llama-2 7B costs some 450 host calls. An image is packed when the adapter is
+registered, and moves in one launch (`punica.ops.triton_ops.slot_write`). Layout, for M matrices (A and B of every slice
+of every layer):
 
     header  int64 [M, 4]       offset of the matrix in units of 16 bytes, its rows, its columns (no matrix: 0), its rank
     data    the matrices, row by row, each beginning at a multiple of 16 bytes
 
-Matrices and slots are meant in the order of memory, rank after rank: A ``[rank, in]``, and B turned to ``[rank,
-out]``, so that both are the first piece of their slot. The kernel makes the zeros around a matrix.
+Matrices are in the order of the slots' memory, A ``[rank, in]`` and B ``[rank, out]``, so that both are the first piece
+of their slot. The kernel makes the zeros around a matrix.
 """
 
 import itertools

@@ -171,7 +171,6 @@ def _expand_fp8(
 
 
 def _segments(batch: LoRABatch, stack: Stack) -> Iterator[tuple[int, Tensor]]:
-    """Yield every slot in use and the rows that use it. ValueError: a slot beyond the weights."""
     slots, counts = batch.rows.present
     device, most = stack.form.stored.device, stack.form.stored.slots
     if slots.size and slots[-1] >= most:

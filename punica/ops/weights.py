@@ -77,7 +77,6 @@ class Scales(NamedTuple):
 
     @classmethod
     def of(cls, scales: Sequence[Tensor], dims: int) -> Scales:
-        """Read the strides of checked scales, which have ``dims`` dimensions, or a 1 behind the slots besides."""
         strides = [one.stride() if one.ndim == dims else (one.stride(0), *one.stride()[2:]) for one in scales]
         return cls(*zip(*[(*stride, 0, 0)[:3] for stride in strides], strict=True))
 
@@ -138,7 +137,6 @@ class Stack:
         return Stack(self.tensors[i : i + 1], self.rank_dim, ranks, self.scales[i : i + 1], self.form.scheme)
 
     def validate(self) -> None:
-        """Run `validate_scales`, for debugging."""
         validate_scales(self.scales, "lora_a_scale" if self.rank_dim == -2 else "lora_b_scale")
 
     @functools.cached_property
@@ -189,7 +187,6 @@ def plans_of(*forms: Form) -> dict[tuple, Any]:
 
 
 def _kept(table: dict[Any, Any], key: tuple, value: Any) -> Any:
-    """Put a value into a table, which starts anew when it is full."""
     if len(table) >= _MOST_FORMS:
         table.clear()
     table[key] = value

@@ -5,7 +5,6 @@ import torch
 
 from punica.ops import collectives, moe_torch, reference
 from punica.ops.collectives import Collectives
-from punica.ops.experts import Switches
 from tests.ops.moe_cases import CASES, FP8_CASES, Case, World
 
 
@@ -119,22 +118,53 @@ def test_alignment_refuses(name, value, error, message):
     assert torch.equal(good["sorted_token_ids"], before)
 
 
+def gapped(tensor):
+    """The same values in every second place of the memory."""
+    return torch.stack((tensor, tensor), -1)[..., 0]
+
+
 @pytest.mark.parametrize(
-    ("change", "switches", "error", "message"),
+    ("change", "error", "message"),
     [
-        ({}, Switches(offset=99), ValueError, "offset 99"),
-        ({"lora_ranks": torch.ones(2, 3, dtype=INT)}, Switches(), ValueError, r"lora_ranks .*\(2, 3\).*slices 1"),
-        ({"x": torch.ones(8, 48)}, Switches(), ValueError, r"qcurr_hidden.*\(8, 48\).*rows 9 as in topk_weights"),
-        ({"x": torch.ones(9, 47)}, Switches(), ValueError, "hidden size 48 as in lora_a_stacked"),
-        ({"mapping": torch.zeros(8, dtype=INT)}, Switches(), ValueError, r"token_lora_mapping .*\(8,\)"),
-        ({"counts": None}, Switches(), ValueError, "num_tokens_post_padded"),
+        (lambda g: {"lora_ranks": torch.ones(2, 3, dtype=INT)}, ValueError, r"lora_ranks .*\(2, 3\).*slices 1"),
+        (lambda g: {"x": g.x[:8]}, ValueError, r"qcurr_hidden.*\(8, 48\).*rows 9 as in topk_weights"),
+        (lambda g: {"x": g.x[:, :47]}, ValueError, "hidden size 48 as in lora_a_stacked"),
+        (lambda g: {"x": g.x.half()}, TypeError, "qcurr_hidden_states.*float16"),
+        (lambda g: {"x": g.x.to(torch.float8_e4m3fn)}, TypeError, "fused_moe_lora_fp8"),
+        (lambda g: {"mapping": torch.zeros(8, dtype=INT)}, ValueError, r"token_lora_mapping .*\(8,\)"),
+        (lambda g: {"counts": None}, ValueError, "num_tokens_post_padded"),
+        (lambda g: {"sorted_ids": None, "counts": None}, ValueError, "expert_ids"),
+        (lambda g: {"sorted_ids": gapped(g.sorted_ids)}, ValueError, "sorted_token_ids has strides"),
+        (lambda g: {"lora_ids": g.lora_ids.repeat(2)}, ValueError, "lora_ids has 8 entries; at most 4 fit"),
+        (lambda g: {"lora_b": g.lora_b * 2}, ValueError, "slices"),
+        (lambda g: {"lora_a": [g.lora_a[0].transpose(2, 3)]}, ValueError, "contiguous"),
+        (lambda g: {"output": g.output[..., :30].contiguous()}, ValueError, "output with 30"),
     ],
 )
-def test_nothing_is_written_before_all_is_checked(change, switches, error, message):
+def test_operands_that_do_not_fit(change, error, message):
     world = World(Case())
     given = world.given(moe_torch.moe_lora_align_block_size)
+    before, wrong = given.output.clone(), given._replace(**change(given))
     with pytest.raises(error, match=message):
-        moe_torch.fused_moe_lora(given._replace(**change), world.case.rank, world.case.top_k, switches)
+        moe_torch.fused_moe_lora(wrong, world.case.rank, world.case.top_k, world.switches)
+    assert torch.equal(given.output, before)
+
+
+@pytest.mark.parametrize(
+    ("rank", "top_k", "switches", "message"),
+    [
+        (9, 2, {}, "max_lora_rank is 9"),
+        (8, 3, {}, "top_k_num is 3"),
+        (8, 2, {"offset": -1}, "offset -1"),
+        (8, 2, {"offset": 99}, "offset 99"),
+        (8, 2, {"fully_sharded": True, "add_inputs": False}, "add_inputs=False"),
+    ],
+)
+def test_numbers_that_do_not_fit(rank, top_k, switches, message):
+    world = World(Case())
+    given = world.given(moe_torch.moe_lora_align_block_size)
+    with pytest.raises(ValueError, match=message):
+        moe_torch.fused_moe_lora(given, rank, top_k, world.switches._replace(**switches))
     assert torch.equal(given.output, world.y)
 
 

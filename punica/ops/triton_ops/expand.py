@@ -29,10 +29,10 @@ from punica.ops.triton_ops.device import (
 from punica.ops.triton_ops.fp8_device import (
     activation_scale_ptrs,
     block_scale_ptrs,
-    block_scaled,
     channel_scales,
     read_shrunk_row,
     read_shrunk_rows,
+    real_weights,
     upcast,
 )
 from punica.ops.triton_ops.fp8_words import expand_row_in_words, expand_tile_in_words
@@ -63,10 +63,10 @@ def _by_columns(
     if QUANT.format == 0:
         h = h.to(b.dtype).to(tl.float32)
     for step in tl.range(0, STEPS):
-        weights = upcast(b, QUANT.format, tl.float32)
-        if QUANT.group_k > 0:
-            mask_b = mask_n[:, None] & mask_read[None, :]
-            weights = block_scaled(weights, operands, (slice_id, slot), offs_n, offs_r, mask_b, SHAPE)
+        mask_b = mask_n[:, None] & mask_read[None, :]
+        weights = real_weights(
+            b, operands, slice_id, slot, offs_n[:, None], offs_r[None, :], mask_b, SHAPE, tl.float32
+        )  # fmt: skip
         product = tl.where((offs_r < rank)[None, :], weights * h[None, :], 0.0)  # [COLUMNS, LANES]
         scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
         before, y_ptrs, mask_y = old.to(tl.float32), y_ptr + offs_n, mask_n
@@ -89,11 +89,9 @@ def _multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.constexpr
     slice_id, slot, _, rank = place
     live = offs_r < rank
     if SHAPE.quant.format > 0:
-        weights = tl.where(live[None, :], upcast(b, SHAPE.quant.format, tl.float32), 0.0)
         mask = mask_n[:, None] & live[None, :]
-        if SHAPE.quant.group_k > 0:
-            weights = block_scaled(weights, operands, (slice_id, slot), offs_n, offs_r, mask, SHAPE)
-        product = weights * h[None, :]
+        weights = real_weights(b, operands, slice_id, slot, offs_n[:, None], offs_r[None, :], mask, SHAPE, tl.float32)
+        product = tl.where(live[None, :], weights, 0.0) * h[None, :]
     else:
         product = b.to(tl.float32) * h.to(b.dtype).to(tl.float32)[None, :]
     return product

@@ -230,14 +230,6 @@ def row_scaled(x, operands, row, ks, mask, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def block_scaled(weights, operands, place, channels, ks, mask, SHAPE: tl.constexpr):
-    """Multiply [channels, ks] float32 weights by their scales per block of K; place: slice and slot."""
-    slice_id, slot = place
-    scale_ptrs, stride = block_scale_ptrs(operands, slice_id, slot, channels, SHAPE)
-    return weights * tl.load(scale_ptrs[:, None] + (ks // SHAPE.quant.group_k)[None, :] * stride, mask=mask, other=0.0)
-
-
-@triton.jit
 def real_weights(stored, operands, slice_id, slot, channels, ks, mask, SHAPE: tl.constexpr, DTYPE: tl.constexpr):
     """Convert ``stored`` to DTYPE, times its scales where these belong to blocks of K."""
     QUANT: tl.constexpr = SHAPE.quant

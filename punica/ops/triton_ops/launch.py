@@ -1,8 +1,8 @@
 """Launching kernels from the host in a few microseconds.
 
 A Triton launch spends most of its host time on what every argument is specialised on. A `Launch` has all fixed but the
-tensors and counts of a call, and remembers the compiled kernel; those that differ in their grid alone share it. Per
-call remain the addresses, which must be multiples of 16, else Triton's own, slower way is taken.
+tensors and counts of a call, and remembers the compiled kernel. Per call remain the addresses, which must be multiples
+of 16, else Triton's own, slower way is taken.
 """
 
 import ast

@@ -3,11 +3,8 @@
     y[t, o_i : o_i + N_i] (+)= h[i, t] @ B_i[slot(t)]^T     h [n, T, r] or fp32 partials [splits, n, T, r]
                                                             B_i [L, N_i, r]
 
-Summing the partials of a split shrink is part of reading h, so the split costs no kernel of its own. ``y + delta`` is
-formed in fp32 and rounded once.
-
-One kernel in the modes of `lora_shrink`: **rows**, a GEMV per row (`expand`); **list**, a persistent loop over
-tiles (`expand`); **search**, tiles without a list.
+The partials of a split shrink are summed as h is read; ``y + delta`` is formed in fp32 and rounded once. The modes are
+those of `lora_shrink`.
 
 With PDL the kernel starts while its predecessor still runs: B is loaded first, and the old y too unless it is ``late``
 (the predecessor may write it), then it waits. Unless ``late``, whatever wrote y has ended: the predecessor is the

@@ -2,22 +2,19 @@
 
     y[t, o_i : o_i + N_i] (+)= scale * (x[t] @ A_i[slot(t)]^T) @ B_i[slot(t)]^T            o_0 = 0, o_{i+1} = o_i + N_i
 
-Beyond `lora_shrink` followed by `lora_expand` it does what needs both kernels in one hand. K may be split: shrink
-leaves fp32 partials ``[splits, n, T, r]`` in a workspace and expand sums them as it reads. And with ``pdl`` (compute
-capability 9.0 and newer) expand starts while shrink still runs, its weights and the old y already fetched when the
-partials are ready; shrink fetches A while its predecessor ends. That is safe because every kernel here lets its
-successor start only after it has itself waited for its predecessor: what a kernel reads early was complete two kernels
-ago. The exception is an expand whose shrink ran beside the base product, on another stream (``aside``) or in its launch
-(``base``): the previous kernel wrote y, so that only weights are fetched early.
+K may be split: shrink leaves fp32 partials ``[splits, n, T, r]`` and expand sums them as it reads. With ``pdl``
+(compute capability 9.0 and newer) expand starts while shrink still runs, its weights and the old y already fetched;
+shrink fetches A while its predecessor ends. That is safe because every kernel here lets its dependent start only after
+its own wait: what a kernel reads early was complete two kernels ago. After a base product beside the shrink (``aside``,
+``base``), which writes y, expand fetches only weights early.
 
 **In one launch** the base product of a few rows, y[t] = W x[t] + bias, and their shrink share a grid: first tiles of
-the base product (`skinny_gemm`), then rows of the shrink (`shrink`), whose many short programs fill the tail of the
-tiles. All stays one chain of PDL launches, where a second stream for the shrink (`punica.layers.dual_stream`) has to be
-forked and joined. Measured on an H200 with the projections, norms and activation of Llama-2 7B's layers in one graph,
-32 rows of 32 adapters. In slots of rank 16 LoRA adds 0.79 ms, with a second stream 0.93. In slots of rank 64 it adds
-3.00 and 2.77, since the product's shared memory leaves little of a multiprocessor to so much work. Between these
-nothing was measured, hence `MOST_RANKS`. One row, and two where K is a multiple of 2048, are multiplied without tensor
-cores (`choose_form`), and have a launch of their own.
+the base product (`skinny_gemm`), then rows of the shrink, whose many short programs fill the tail of the tiles. All
+stays one chain of PDL launches, where a second stream (`punica.layers.dual_stream`) has to be forked and joined. On an
+H200, in the layers of Llama-2 7B in one graph with 32 rows of 32 adapters, LoRA adds 0.79 ms in slots of rank 16, with
+a second stream 0.93. In slots of rank 64 it adds 3.00 and 2.77, since the product's shared memory leaves little of a
+multiprocessor to so much work; hence `MOST_RANKS`. One row, and two where K is a multiple of 2048, are multiplied
+without tensor cores (`choose_form`), in a launch of their own.
 """
 
 from collections.abc import Sequence

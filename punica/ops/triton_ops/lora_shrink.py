@@ -2,17 +2,13 @@
 
     out[i, t, :] = scaling * x[t] @ A_i[slot(t)]^T          x [T, K], A_i [L, r, K], out [n, T, r]  (n slices)
 
-One kernel in three modes:
+One kernel in three modes: **rows**, a GEMV per row, whose grid is filled by splitting the *ranks*; **list**, a
+persistent loop over the tiles of a step's list; **search**, tiles of tensors without a list, whose programs search the
+segments.
 
-* **rows**: a GEMV per row. The grid is filled by splitting the *ranks*, which needs no second sum.
-* **list**: a persistent loop over the tiles of a step's list.
-* **search**: tiles of tensors that come without a list; every program searches the segments.
-
-``SPLIT_K > 1`` cuts K among programs; each writes its fp32 partial sum ``out[split]`` into a workspace, and expand adds
-them in ascending order. So there is no atomic add and no zero fill, and the bits repeat from run to run. The public op
-writes its result directly (one split); `lora_linear` uses partials.
-
-Ranks are true ranks: programs of ranks beyond the adapter's own leave at once, and lanes beyond it are not read.
+``SPLIT_K > 1`` cuts K among programs; each writes its fp32 partial sum ``out[split]``, and expand adds them in
+ascending order: no atomic add, no zero fill, the same bits in every run. Programs of ranks beyond an adapter's own
+leave at once, and lanes beyond them are not read.
 """
 
 from typing import NamedTuple

@@ -3,10 +3,9 @@
     sorted_token_ids[l] = pairs of slot l by expert, each expert's padded to a multiple of block_size with T * k
     expert_ids[l, b]    = expert of block b, -1 past the last;     num_tokens_post_pad[l] = padded ids of slot l
 
-One launch and no synchronisation. A program serves a few experts of one slot: a histogram counts the pairs of *all*
-experts of the slot, which gives the first positions of its own. A second pass stores the pairs of its experts at
-running positions, in ascending order: the result is the stable sort's, the same every run. Every program reads all
-T * k ids, which are few and in the L2 cache.
+One launch and no synchronisation. A program serves a few experts of one slot: a histogram of *all* experts' pairs gives
+the first positions of its own, and a second pass stores their pairs there in ascending order, the same every run.
+Every program reads all T * k ids, which are few and in the L2 cache.
 """
 
 from typing import NamedTuple

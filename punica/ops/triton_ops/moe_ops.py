@@ -1,11 +1,8 @@
-"""`TritonExpertOps`: fused MoE LoRA on the Triton kernels, every (token, expert) pair with its adapter's weights.
+"""`TritonExpertOps`: fused MoE LoRA on the Triton kernels, as `punica.ops.reference.fused_moe_lora` defines it.
 
-    y[t, j, o + s*N : o + (s+1)*N] (+)= w * (x @ A_s[l, e]^T) @ B_s[l, e]^T         pair (t, j): slot l, expert e
-
-(`punica.ops.reference.fused_moe_lora` is the full definition.) Two launches (`moe_lora`): shrink leaves
-fp32 partial sums, expand adds them up. Fully sharded, a collective joins those of all ranks in between. `moe_rules`
-chooses schedules, `moe_plan` makes launches. Nothing is added atomically; a pair's result depends on its row and
-weights alone.
+Two launches (`moe_lora`): shrink leaves fp32 partial sums, expand adds them up. Fully sharded, a collective joins those
+of all ranks in between. `moe_rules` chooses schedules, `moe_plan` makes launches. Nothing is added atomically; a pair's
+result depends on its row and weights alone.
 """
 
 from typing import Any
@@ -71,7 +68,6 @@ class TritonExpertOps:
 @untraced
 @named("fused_moe_lora")
 def fused(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How = How()) -> None:  # noqa: B008
-    """Run a fused MoE LoRA call."""
     plan = planned(given, max_lora_rank, top_k, switches, how)
     if plan is None:
         return

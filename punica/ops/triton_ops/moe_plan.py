@@ -64,7 +64,6 @@ class _Common(NamedTuple):
 
     @property
     def pairs(self) -> Pairs:
-        """The kernels' constexpr of the assignment."""
         form, naive = self.form, self.given.sorted_ids is None
         listed = None if naive else self.given.lora_ids
         num_ids, searched = (-1, form.slots) if listed is None else (len(listed), len(listed))
@@ -73,19 +72,16 @@ class _Common(NamedTuple):
 
     @property
     def counts(self) -> Numbers:
-        """The kernels' `moe_tiles.COUNTS`."""
         ids, experts = self.given.sorted_ids, self.given.expert_ids
         return self.form.pairs, self.num_tiles, *((0, 0) if ids is None else (ids.shape[1], experts.shape[1]))
 
     def shape(self, rank: int, quant: Quant) -> PairShape:
-        """The fields that both kernels have."""
         has_ranks = self.given.lora_ranks is not None
         return PairShape(self.pairs, rank, self.form.slices, has_ranks, TYPES[self.given.wide], quant)
 
     def launch(
         self, kernel: Any, per_tile: int, strides: Numbers, constants: Config, num_warps: int, pdl: bool
     ) -> Launch:
-        """``per_tile``: programs; ``constants``: shape and schedule."""
         given = self.given
         dtypes = (
             given.x.dtype, given.lora_a[0].dtype, self.low, given.output.dtype, given.topk_weights.dtype,

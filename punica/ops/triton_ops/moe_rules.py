@@ -1,10 +1,10 @@
 """Schedules of fused MoE LoRA where no tuned file has one: rules on a call's sizes, in the blocks of `schedules`.
 
-From a search on an H200 (Qwen3-30B-A3B and Mixtral, T 1 to 128, 1 to 16 adapters, rank 16; times in
-results/h200/operator_tables.md). Pairs are aligned only if an (adapter, expert) group has several, or redundant weight
-reads would dominate: the alignment costs 3 to 9 us, and each kernel two dependent loads before it knows its tile. With
-one or two pairs per group a GEMV beats a tile of 16 rows, which beats those of 32 and 64 even with 32 pairs per expert.
-Where tiles alone are more than the programs, small blocks of few warps let all of them run at once.
+From a search on an H200 (Qwen3-30B-A3B and Mixtral, T 1 to 128, 1 to 16 adapters, rank 16). Pairs are aligned only if
+an (adapter, expert) group has several, or redundant weight reads would dominate: the alignment costs 3 to 9 us, and
+each kernel two dependent loads before it knows its tile. With one or two pairs per group a GEMV beats a tile of 16
+rows, which beats those of 32 and 64 even with 32 pairs per expert. Where tiles alone are more than the programs, small
+blocks of few warps let all of them run at once.
 """
 
 from bisect import bisect_right
@@ -47,17 +47,14 @@ class Work(NamedTuple):
 
     @property
     def groups(self) -> float:
-        """Expected number of groups."""
         return _groups(self.form.pairs, max(1, self.active * self.form.experts))
 
     @property
     def mean(self) -> float:
-        """Pairs per group."""
         return self.form.pairs / max(1.0, self.groups)
 
     @property
     def tiles(self) -> float:
-        """Expected number of tiles."""
         if self.naive:
             return self.form.pairs
         return max(1.0, self.groups, self.form.pairs / max(HEIGHT, self.form.block_m))
@@ -87,7 +84,6 @@ def most_naive(active: int, experts: int, pair_bytes: int) -> int:
 
 
 def _groups(pairs: int, most: int) -> float:
-    """Return the expected number of ``most`` groups that have a pair, with tokens routed at random."""
     return most * (1 - (1 - 1 / most) ** pairs)
 
 
@@ -126,7 +122,6 @@ def choose_shrink(work: Work) -> Schedule:
 
 
 def choose_expand(work: Work) -> Schedule:
-    """Choose the schedule of an expand."""
     form, lanes = work.form, block_at_least(work.form.full_rank)
     if work.expands_rows:
         wide = form.width >= MOST_SPAN

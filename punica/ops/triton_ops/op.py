@@ -1,4 +1,4 @@
-"""Where Triton kernels can run, and operators as profilers and graph tracers see them."""
+"""Check of the device; operators as profilers and graph tracers see them."""
 
 import functools
 from collections.abc import Callable

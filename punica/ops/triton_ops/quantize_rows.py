@@ -4,8 +4,7 @@
     values[i, t, j] = cast(clamp(x[i, t, j] / scale[t, g]))
 
 A program takes one group of columns of one row, or of several rows where groups are short. Where it holds them in
-registers x is read once; else twice, from the cache the second time. Nothing waits for the host, so a forward pass may
-call it and a CUDA graph capture it.
+registers x is read once; else twice, from the cache the second time. Nothing waits for the host.
 """
 
 import functools

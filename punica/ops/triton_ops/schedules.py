@@ -1,15 +1,14 @@
 """Schedules of shrink and expand: candidates, an estimate of their time, and the choice between them.
 
-A schedule is a frozen set of block sizes. For a problem there are ten to thirty candidates; the one with the least
-estimated time is taken, unless a measurement for this GPU says otherwise (`punica.ops.triton_ops.tuned`).
+Of the ten to thirty candidates of a problem the one with the least estimated time is taken, unless a measurement for
+this GPU says otherwise (`punica.ops.triton_ops.tuned`). The estimate adds the times of one multiprocessor's programs: a
+start for each program and each round of them, and the longest of three: their bytes at the rate of the L2 cache, their
+loop steps one after the other, and the launch's unique bytes at the rate of the memory.
 
-The estimate adds the times of one multiprocessor's programs: a start for each program and each round of them, and the
-longest of three. These are its bytes at the rate of the L2 cache, its loop steps one after the other, and the launch's
-unique bytes at the rate of the memory. `Gpu` holds what is read from the device; the nine
-fitted constants, of a multiprocessor, are an H200's everywhere. They were fitted on 2026-11-26 to the times of about 20
-candidates per product of 188 operators in 16 bits and 53 in FP8. The choice is within 5 % of the best candidate on the
-geometric mean, for each product and weight format (worst: 1.65 for a shrink, 1.41 for an expand). No constant depends
-on an operator. `experiments/commands/tune.py` of commit 195ae1f8 fits them again (`fit=true`).
+`Gpu` holds what is read from the device; the nine fitted constants are an H200's everywhere. They were fitted on
+2026-11-26 to the times of about 20 candidates per product of 188 operators in 16 bits and 53 in FP8 by
+`experiments/commands/tune.py` of commit 195ae1f8 (``fit=true``). The choice is within 5 % of the best candidate on the
+geometric mean, for each product and weight format (worst: 1.65 for a shrink, 1.41 for an expand).
 """
 
 import functools
@@ -66,7 +65,6 @@ class Problem(NamedTuple):
 
     @property
     def has_segments(self) -> bool:
-        """True where some adapter has several rows, which a tile can share."""
         return self.rows > 1 and self.shape.longest > 1
 
 
@@ -147,7 +145,6 @@ WIDE_RANKS = 256
 
 
 def shrink_schedules(problem: Problem) -> Iterator[Schedule]:
-    """Yield candidates for the shrink of ``problem``."""
     if problem.invariant:
         yield from _invariant_shrinks(problem)
         return
@@ -165,7 +162,6 @@ def shrink_schedules(problem: Problem) -> Iterator[Schedule]:
 
 
 def expand_schedules(problem: Problem) -> Iterator[Schedule]:
-    """Yield candidates for the expand of ``problem``."""
     if problem.invariant:
         yield from _invariant_expands(problem)
         return
@@ -298,10 +294,8 @@ def tiles_of(shape: StepShape, rows: int, block_m: int) -> int:
 
 
 def choose_shrink(problem: Problem, gpu: Gpu) -> Schedule:
-    """Choose the candidate with the least estimated time; the first of several."""
     return min(shrink_schedules(problem), key=lambda schedule: shrink_us(problem, schedule, gpu))
 
 
 def choose_expand(problem: Problem, partials: int, gpu: Gpu) -> Schedule:
-    """Choose the candidate with the least estimated time; the first of several."""
     return min(expand_schedules(problem), key=lambda schedule: expand_us(problem, schedule, partials, gpu))

@@ -29,8 +29,8 @@ from punica.ops.triton_ops.device import (
 from punica.ops.triton_ops.fp8_device import (
     activation_scale_ptrs,
     block_scale_ptrs,
-    block_scaled,
     channel_scales,
+    real_weights,
     row_scaled,
     upcast,
 )
@@ -38,7 +38,6 @@ from punica.ops.triton_ops.fp8_device import (
 
 @triton.jit
 def store_shrunk(out_ptrs, value, mask, ACCUMULATE: tl.constexpr):
-    """Store float32 values in the output's type, or add them to it."""
     if ACCUMULATE:
         value += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptrs, value.to(out_ptrs.dtype.element_ty), mask=mask)
@@ -55,10 +54,8 @@ def _read_x(x_ptrs, operands, row, offs_k, mask_k, SHAPE: tl.constexpr):
 @triton.jit
 def _multiply(a, x, operands, place, offs_r, offs_k, mask, SHAPE: tl.constexpr):
     """Compute products [BLOCK_R, BLOCK_K] in float32; block scales are applied, channel scales are not."""
-    weights = upcast(a, SHAPE.quant.format, tl.float32)
-    if SHAPE.quant.group_k > 0:
-        _, slot, slice_id = place
-        weights = block_scaled(weights, operands, (slice_id, slot), offs_r, offs_k, mask, SHAPE)
+    _, slot, slice_id = place
+    weights = real_weights(a, operands, slice_id, slot, offs_r[:, None], offs_k[None, :], mask, SHAPE, tl.float32)
     return weights * x[None, :]
 
 

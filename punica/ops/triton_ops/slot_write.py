@@ -3,17 +3,14 @@
     slots_m[index, i, j] = image_m[i, j]  where i < r_m and j < c_m, else 0          for every matrix m of the slot
     ranks_m[index]       = rank_m
 
-Rows and columns are those of the memory, which holds A as ``[rank, in]`` and B as ``[rank, out]``: an adapter of lower
-rank has fewer rows than its slot, and only where ranks are columns (the A of an embedding) fewer columns.
-
-The image (:mod:`punica.ops.slot_image`) stays in page-locked host memory and the kernel reads it through the link, so
-an adapter moves once. A few programs keep the link busy and leave the other multiprocessors to the model: on an H200
-(PCIe Gen5 x16, 54 GB/s for one large copy) 32 programs read 40 to 640 MB with 43 to 50 GB/s
+Rows and columns are those of the memory: an adapter of lower rank has fewer rows than its slot, and only where ranks
+are columns (the A of an embedding) fewer columns. The kernel reads the image (:mod:`punica.ops.slot_image`) from
+page-locked memory through the link, so an adapter moves once. A few programs keep the link busy and leave the other
+multiprocessors to the model: on an H200 (PCIe Gen5 x16, 54 GB/s) 32 programs read 40 to 640 MB with 43 to 50 GB/s
 (results/h200/sec52_adapter_loading.csv).
 
-The buffers never change: their addresses and sizes are in a table on the device (:class:`SlotTable`), beside a list of
-tiles. Tile ``(m, k)`` is the k-th piece of ``BLOCK`` elements of matrix m in its slot, and of the adapter's part of it.
-Raw addresses fit no schema, so this is no torch custom op.
+Addresses and sizes of the slots are in a table on the device (:class:`SlotTable`), beside a list of tiles. Tile
+``(m, k)`` is the k-th piece of ``BLOCK`` elements of matrix m in its slot, and of the adapter's part of it.
 """
 
 from collections.abc import Sequence

@@ -88,7 +88,6 @@ class TritonOps:
         self, y: Tensor, x: Tensor, b: Stack, batch: Batch, offset_start: int = 0,
         add_inputs: bool = True, x_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Expand rank to hidden size; y has a last stride of 1."""
         if batch.no_lora:
             return
         if isinstance(batch, LoRABatch) and is_traced():
@@ -145,7 +144,6 @@ class TritonOps:
         self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: Batch, scale: float, add_inputs: bool,
         x_scale: Tensor | None, beside: Beside,
     ) -> None:  # fmt: skip
-        """Run both, with quantised activations."""
         names, a, base = _names(batch), weights.a.form.stored, describe_base(beside.base)
         check_equal_rows(names, x, y)
         if not x.shape[0]:

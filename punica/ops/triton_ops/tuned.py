@@ -16,17 +16,10 @@ OPS = ("shrink", "expand")
 
 
 def table_name(gpu_name: str) -> str:
-    """Return the file name of a GPU's table: ``nvidia_h200.json``."""
     return f"{gpu_name.lower().replace(' ', '_').replace('-', '_')}.json"
 
 
 def key_of(problem: Problem) -> str:
-    """Return key of an operator and a step.
-
-    >>> from punica.metadata import StepShape
-    >>> key_of(Problem(StepShape(8, 16), 50, 4096, (11008, 11008), 16))
-    '4096 -> 11008+11008 r16, 64 rows of 8, longest 16, 2 bytes'
-    """
     shape, rows = problem.shape, 1 << (problem.rows - 1).bit_length()
     widths = "+".join(map(str, problem.widths))
     step = f"{rows} rows of {shape.adapters}, longest {shape.longest}"

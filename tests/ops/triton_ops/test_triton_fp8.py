@@ -221,15 +221,12 @@ ONES = torch.ones
     ("changes", "error", "message"),
     [
         ({"a_scale": None}, ValueError, "a_scale required for fp8 activations"),
-        ({"b_scale": [ONES(3)]}, ValueError, "1 tensors.*2 slices"),
         ({"b_scale": [ONES(3), ONES(4)]}, ValueError, r"b_scale\[1\].*\(4,\)"),
         ({"lora_a_weights": [fp8((3, 16, 64), E4M3), fp8((3, 16, 64), E5M2)]}, TypeError, "e5m2"),
-        ({"lora_a_weights": [fp8((3, 16, 128), E4M3)[..., ::2]] * 2}, ValueError, "contiguous"),
         ({"group_k": 24, "group_n": 16, "b_scale": [ONES(3, 1, 3)] * 2}, ValueError, "24.*power of two"),
-        ({"group_k": 32, "group_n": 32, "per_channel_quant": True}, ValueError, "exclude"),
         ({"lora_a_weights": [torch.zeros(3, 16, 64).half()] * 2, "b_scale": []}, TypeError, "float16|use_fp8"),
     ],
-    ids=["no a_scale", "one slice", "shape", "two formats", "gaps", "odd group", "both", "plain"],
+    ids=["no a_scale", "shape", "two formats", "odd group", "plain"],
 )  # fmt: skip
 def test_bad_input_writes_nothing(changes, error, message):
     a = stacks([(16, 64)] * 2, {}, "cpu")

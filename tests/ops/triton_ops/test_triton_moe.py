@@ -1,7 +1,6 @@
 """Fused MoE LoRA kernels: all forms agree with a float64 reference, and nobody reads what is not his."""
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -295,68 +294,26 @@ def test_x_may_have_any_strides(device: str):
     world.check(given.output)
 
 
-def gapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, every second place of what lies in memory."""
-    return torch.stack((tensor, tensor), -1)[..., 0]
+@pytest.mark.parametrize(
+    ("shrink", "expand", "message"),
+    [
+        ((24, *NUMBERS[1:]), NUMBERS, "shrink_block_size_m"),
+        ((32, *NUMBERS[1:]), NUMBERS, "must be equal"),
+        ((32, *NUMBERS[1:]), (32, *NUMBERS[1:]), "alignment"),
+        ((*NUMBERS[:4], 3, *NUMBERS[5:]), NUMBERS, "shrink_num_warps is 3, must be a power of two"),
+        (NUMBERS, (*NUMBERS[:5], 0, 1), "expand_num_stages is 0"),
+    ],
+)
+def test_blocks_that_do_not_fit(shrink, expand, message, device):
+    with pytest.raises(ValueError, match=message):
+        run(World(Case(), device), How((shrink, expand)))
 
 
-class TestRefusals:
-    def given(self, device: str, **changes: Any):
-        world = World(Case(**changes), device)
-        return world, world.given(moe_align.moe_lora_align_block_size)
-
-    @pytest.mark.parametrize(
-        ("change", "error", "message"),
-        [
-            (lambda g: g._replace(x=g.x.half()), TypeError, "qcurr_hidden_states.*float16"),
-            (lambda g: g._replace(x=g.x.to(torch.float8_e4m3fn)), TypeError, "fused_moe_lora_fp8"),
-            (lambda g: g._replace(lora_b=g.lora_b * 2), ValueError, "slices"),
-            (lambda g: g._replace(lora_a=[g.lora_a[0].transpose(2, 3)]), ValueError, "contiguous"),
-            (lambda g: g._replace(output=g.output[..., :30].contiguous()), ValueError, "output with 30"),
-            (lambda g: g._replace(sorted_ids=None, counts=None), ValueError, "expert_ids"),
-            (lambda g: g._replace(sorted_ids=gapped(g.sorted_ids)), ValueError, "sorted_token_ids has strides"),
-            (lambda g: g._replace(lora_ids=g.lora_ids.repeat(2)), ValueError, "lora_ids has 8 entries; at most 4 fit"),
-        ],
-    )
-    def test_operands(self, change, error, message, device):
-        world, given = self.given(device)
-        before = given.output.clone()
-        with pytest.raises(error, match=message):
-            fused(change(given), world.case.rank, world.case.top_k, world.switches)
-        assert torch.equal(given.output, before)
-
-    @pytest.mark.parametrize(
-        ("shrink", "expand", "message"),
-        [
-            ((24, *NUMBERS[1:]), NUMBERS, "shrink_block_size_m"),
-            ((32, *NUMBERS[1:]), NUMBERS, "must be equal"),
-            ((32, *NUMBERS[1:]), (32, *NUMBERS[1:]), "alignment"),
-            ((*NUMBERS[:4], 3, *NUMBERS[5:]), NUMBERS, "shrink_num_warps is 3, must be a power of two"),
-            (NUMBERS, (*NUMBERS[:5], 0, 1), "expand_num_stages is 0"),
-        ],
-    )
-    def test_blocks(self, shrink, expand, message, device):
-        world, given = self.given(device)
-        with pytest.raises(ValueError, match=message):
-            fused(given, world.case.rank, world.case.top_k, world.switches, How((shrink, expand)))
-
-    @pytest.mark.parametrize(
-        ("rank", "top_k", "switches", "active", "message"),
-        [
-            (9, 2, {}, None, "max_lora_rank is 9"),
-            (8, 3, {}, None, "top_k_num is 3"),
-            (8, 2, {"offset": -1}, None, "offset -1"),
-            (8, 2, {"fully_sharded": True, "add_inputs": False}, None, "add_inputs=False"),
-            (8, 2, {}, -1, "num_active_loras is -1"),
-        ],
-    )
-    def test_numbers(self, rank, top_k, switches, active, message, device):
-        world, given = self.given(device)
-        with pytest.raises(ValueError, match=message):
-            fused(given, rank, top_k, world.switches._replace(**switches), How(active=active))
-
-    def test_small_batch_takes_low_ranks(self, device):
-        world, given = self.given(device, naive=True, rank=72)
-        operands = (given.expert_ids, given.mapping, world.case.top_k, given.enabled, False)
-        with pytest.raises(ValueError, match="small-batch"):
-            _run_fused_moe_lora_small_batch(*given[:5], *operands)
+def test_active_adapters_are_none_or_more_and_the_small_batch_takes_low_ranks(device):
+    with pytest.raises(ValueError, match="num_active_loras is -1"):
+        run(World(Case(), device), How(active=-1))
+    world = World(Case(naive=True, rank=72), device)
+    given = world.given(moe_align.moe_lora_align_block_size)
+    operands = (given.expert_ids, given.mapping, world.case.top_k, given.enabled, False)
+    with pytest.raises(ValueError, match="small-batch"):
+        _run_fused_moe_lora_small_batch(*given[:5], *operands)

@@ -12,7 +12,6 @@ from punica.ops.triton_ops.launch import Launch
 from punica.wrapper import PunicaWrapperCPU, PunicaWrapperGPU
 from tests.ops.moe_cases import Case, World
 
-BACKENDS = [PunicaWrapperCPU, PunicaWrapperGPU]
 MAPPING = (7, -1, 3, 7, 0, 3, 7, 5, 0)
 LIVE = 4
 
@@ -74,16 +73,12 @@ def test_four_adapters_in_256_slots(naive, monkeypatch, device):
     world.check(y)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_call_on_some_rows_of_a_step_finds_their_slots(backend, monkeypatch, device):
-    """The first rows have the last slots of the list."""
+@pytest.mark.parametrize("backend", [PunicaWrapperCPU, PunicaWrapperGPU])
+@pytest.mark.parametrize(
+    ("case", "step"), [((40, 2), range(39, 0, -1)), ((3, 4), (-1, 2, 0, 1))], ids=["first rows", "all slots"]
+)
+def test_a_call_finds_the_slots_of_its_rows(case, step, backend, monkeypatch, device):
+    """The first rows of a step have the last slots of the list."""
     monkeypatch.setattr(moe_rules, "most_naive", lambda *call: 0)
-    world, y = added(backend, case_of(40, 2), tuple(range(39, 0, -1)), device)
-    world.check(y)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_step_in_which_all_slots_are_used(backend, monkeypatch, device):
-    monkeypatch.setattr(moe_rules, "most_naive", lambda *call: 0)
-    world, y = added(backend, case_of(3, 4), (-1, 2, 0, 1), device)
+    world, y = added(backend, case_of(*case), tuple(step), device)
     world.check(y)

@@ -107,7 +107,6 @@ class WeightForm(NamedTuple):
 
 
 def weight_form(weight: Tensor, bias: Tensor | None) -> WeightForm:
-    """Return the form of a weight whose rows are dense."""
     (n, k), stride = weight.shape, weight.stride(0)
     whole = weight.data_ptr() % 16 == 0 and (k | stride) * weight.element_size() % 16 == 0
     return WeightForm(n, k, stride, bias is not None, whole)
@@ -350,7 +349,6 @@ def run_form(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, form: 
 
 
 def gemm_tiles(form: TilesForm, x: Tensor, weight: WeightForm, pdl: bool) -> GemmTiles:
-    """Return the constexpr of `gemm_tile` for a form of the tiles kernel."""
     tile_bytes = form.block_k * (form.block_n + form.block_t) * x.element_size()
     return GemmTiles(
         weight.n, weight.k, form.block_t, form.block_n, form.block_k, form.split_k,

@@ -191,9 +191,7 @@ def test_bad_operands_are_refused(device: str) -> None:
 
     for kind, message, call in (
         (ValueError, r"weight must be \[8\]", lambda: add_rms_norm(x, x, None, weight[:4], EPS)),
-        (ValueError, r"delta must be \[2, 8\]", lambda: add_rms_norm(x, x, x[:1], weight, EPS)),
         (ValueError, "out must have a last stride of 1", lambda: add_rms_norm(turned, x, None, weight, EPS)),
-        (TypeError, "delta must be torch.float32", lambda: add_rms_norm(x, x, x.half(), weight, EPS)),
         (TypeError, "dtype must be one of", lambda: add_rms_norm(x.double(), x.double(), None, weight.double(), EPS)),
         (ValueError, r"gate_up must be \[2, 16\]", lambda: swiglu(x, x)),
         (ValueError, "more than 2 heads", lambda: rotated(qkv=good.qkv[:, :2])),
@@ -202,16 +200,11 @@ def test_bad_operands_are_refused(device: str) -> None:
         (ValueError, r"cos must be \[2, 1, 4\]", lambda: rotated(cos=good.cos[:, 0])),
         (TypeError, "kv_rows must be torch.int64", lambda: rotated(kv_rows=good.kv_rows.int())),
         (ValueError, "k_weight must be", lambda: rotated(norms=HeadNorms(weight, weight[:4], EPS))),
-        (ValueError, "values must be", lambda: rotated(values=good.values[:2])),
-        (ValueError, r"sin must be \[2, 1, 4\]", lambda: angles(sin=good.sin[:1])),
         (ValueError, r"frequencies must be \[4\]", lambda: angles(frequencies=weight)),
-        (TypeError, "positions must be torch.int64", lambda: angles(positions=good.kv_rows.int())),
         (TypeError, "frequencies must be torch.float32", lambda: angles(frequencies=weight[:4].double())),
         (ValueError, "cos must be contiguous", lambda: angles(cos=torch.ones(2, 1, 8, device=device)[..., ::2])),
-        (ValueError, r"out must be \[2\]", lambda: argmax(good.kv_rows[:1], x, -1)),
         (TypeError, "out must be torch.int64", lambda: argmax(good.kv_rows.int(), x, -1)),
         (ValueError, "at least one column", lambda: argmax(good.kv_rows, x[:, :0], -1)),
-        (TypeError, "dtype must be one of", lambda: argmax(good.kv_rows, x.double(), -1)),
     ):  # fmt: skip
         with pytest.raises(kind, match=message):
             call()
