@@ -53,23 +53,6 @@ def test_pages_that_were_not_locked_are_given_to_the_system(locked) -> None:
 
 
 @pytest.mark.parametrize("kind", [Pages, LockedPages])
-def test_pages_beyond_the_limit_go_to_the_system_and_others_serve_their_kind_again(locked, monkeypatch, kind) -> None:
-    pages = [kind.of(70_000), kind.of(70_000)]
-    monkeypatch.setattr(kind, "most_free", pages[0].size)
-    tensors = [one.tensor(70_000) for one in pages]
-    assert tensors[0].data_ptr() != tensors[1].data_ptr()
-    if kind is LockedPages:
-        for one in pages:
-            one.lock()
-    tensors.clear()
-    gc.collect()
-    other = LockedPages if kind is Pages else Pages
-    assert other.of(70_000) not in pages
-    assert [one in pages for one in (kind.of(70_000), kind.of(70_000))] == [True, False]
-    assert [size > 0 for _, size in locked] == ([True, True, False] if kind is LockedPages else [])
-
-
-@pytest.mark.parametrize("kind", [Pages, LockedPages])
 def test_the_oldest_free_pages_make_room_for_those_of_another_size(locked, monkeypatch, kind) -> None:
     """Of one size alone nothing could be kept after the sizes in use have changed."""
     monkeypatch.setattr(kind, "most_free", 300_000)
@@ -87,6 +70,7 @@ def test_the_oldest_free_pages_make_room_for_those_of_another_size(locked, monke
     large = use(80_000, 80_000, 80_000)
     small = use(50_000, 50_000)
     assert list(module._free) == [*large[1:], *small]
+    assert (Pages if kind is LockedPages else LockedPages).of(50_000) not in small, "each kind has its own"
     assert [kind.of(50_000), kind.of(50_000)] == small[::-1]
     use(400_000)
     assert list(module._free) == large[1:], "pages that are too large to be kept drive others out"

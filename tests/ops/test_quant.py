@@ -17,7 +17,7 @@ from punica.ops.quant import (
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-SHAPES = pytest.mark.parametrize("shape", [(3, 40), (2, 5, 17), (1, 1)], ids=str)
+SHAPES = pytest.mark.parametrize("shape", [(3, 40), (2, 5, 17)], ids=str)
 EPSILON = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17)}
 """Half a unit in the last place, and half the least subnormal: the largest relative and absolute rounding."""
 NAN, INF = float("nan"), float("inf")
@@ -119,14 +119,11 @@ ONES, (Q, SCALE) = torch.ones, quantize_per_channel(torch.ones(2, 3))
     [
         (lambda: quantize_per_tensor(ONES(2, dtype=torch.int64)), TypeError, "int64"),
         (lambda: quantize_per_channel(ONES(2, 2), torch.float16), TypeError, "float16"),
-        (lambda: quantize_per_channel(ONES(2)), ValueError, r"\(2,\)"),
         (lambda: quantize_blockwise(ONES(2, 2), 0, 2), ValueError, "0 rows"),
         (lambda: quantize_per_token(ONES(2, 2), -1), ValueError, "group_k is -1"),
         (lambda: quantize_per_token(ONES(2, 2, 2, 2)), ValueError, r"\(2, 2, 2, 2\)"),
         (lambda: dequantize(Q, SCALE[:, None]), ValueError, r"\(2, 1\)"),
         (lambda: dequantize(Q, SCALE, (1, 1)), ValueError, r"\(2, 3\)"),
-        (lambda: dequantize(Q.float(), SCALE), TypeError, "float32"),
-        (lambda: validate_scales(ONES(2).half(), "scale"), TypeError, "float16"),
         (lambda: validate_scales([ONES(3), torch.tensor([[1, 1], [NAN, 1]])], "b"), ValueError, r"b\[1\].*\[1, 0\]"),
         (lambda: validate_scales([torch.tensor([0.0, -1.0])], "b"), ValueError, r"-1.0 at \[1\]"),
         (lambda: Fp8Matrix(Q, SCALE[:1]), ValueError, r"\(2, 3\)"),

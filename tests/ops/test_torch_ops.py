@@ -13,7 +13,7 @@ from punica.metadata import LoRABatch
 from punica.metadata.segment_plan import Run
 from punica.ops import segment_gemm, torch_ops
 from punica.ops.torch_ops import TorchOps
-from punica.ops.weights import LoRAWeights, Stack
+from punica.ops.weights import Stack
 from tests.ops.helpers import assert_expanded, assert_shrunk, normal, products, random_slots
 from tests.ops.step_calls import TORCH
 
@@ -106,8 +106,11 @@ def test_both_bfloat16_forms_whatever_the_processor(native, layout, order, monke
 
 
 @pytest.mark.parametrize("tile", [1, 200, 700, 2500])
-@pytest.mark.parametrize(("dtype", "order"), [(BF16, torch.clone), (BF16, rank_major), (F64, rank_major)])
-@pytest.mark.parametrize("layout", ["distinct", "identical", "uniform", "long-segment"])
+@pytest.mark.parametrize(
+    ("layout", "dtype", "order"),
+    [("distinct", BF16, torch.clone), ("identical", F64, rank_major), ("uniform", BF16, rank_major),
+     ("long-segment", F64, torch.clone)],
+)  # fmt: skip
 def test_every_way_to_tile_a_conversion(layout, dtype, tile, order, monkeypatch):
     """One tile, groups of segments with a rest, segment by segment, blocks of columns; float64 inputs stay float64."""
     monkeypatch.setattr(segment_gemm, "_TILE", tile)
@@ -277,15 +280,11 @@ GOOD = {"x": ONES(3, 8), "a": [ONES(2, 4, 8)], "h": ONES(1, 3, 4), "b": [ONES(2,
         "scale": 1.0, "offset": 0, "ranks": None}  # fmt: skip
 BAD = [
     ("shrink", {"a": []}, ValueError, "lora_a_stacked is empty"),
-    ("shrink", {"x": ONES(3, 9)}, ValueError, r"x .*\(3, 9\).*hidden size 8 as in lora_a_stacked"),
     ("shrink", {"slots": [0] * 4}, ValueError, "at least the 4 tokens"),
     ("shrink", {"slots": [0, 2]}, ValueError, "slot 2"),
-    ("expand", {"b": [ONES(2, 6, 4), ONES(3, 6, 4)]}, ValueError, r"\(3, 6, 4\).*slots 2"),
     ("expand", {"h": ONES(1, 3, 5)}, ValueError, r"x .*\(1, 3, 5\), expected \(1, 3, 4\).*as in lora_b_stacked"),
     ("expand", {"h": ONES(1, 2, 4)}, ValueError, r"x .*\(1, 2, 4\).*rows 3 as in y"),
     ("expand", {"offset": 1}, ValueError, "offset_start 1.* column 7"),
-    ("expand", {"offset": -1}, ValueError, "offset_start -1"),
-    ("expand", {"slots": [0] * 4}, ValueError, "at least the 4 tokens"),
     ("expand", {"ranks": ONES(2, 2, dtype=INT)}, ValueError, r"lora_ranks .*\(2, 2\).*slices 1"),
     ("expand", {"ranks": torch.full((1, 2), 5, dtype=INT)}, ValueError, "5 for slot 0"),
 ]
@@ -316,31 +315,9 @@ def test_a_call_is_checked_also_after_a_good_one():
     assert torch.equal(out, before)
 
 
-def test_factors_that_do_not_fit_together():
-    for b, error, match in ((ONES(2, 6, 3), ValueError, "rank 4, lora_b_stacked rank 3"),
-                            (ONES(3, 6, 4), ValueError, "2 slots, lora_b_stacked 3"),
-                            (ONES(2, 6, 4).half(), TypeError, "float16")):  # fmt: skip
-        with pytest.raises(error, match=match):
-            LoRAWeights.of((ONES(2, 4, 8),), (b,))
-
-
-def test_bad_plans_raise():
-    for slots, error, match in (([[0]], ValueError, r"\(1, 1\)"), ([0.5], TypeError, "float32"),
-                                ([0, -2], ValueError, r"\[1\] is -2")):  # fmt: skip
-        with pytest.raises(error, match=match):
-            LoRABatch.of_slots(torch.tensor(slots))
-
-
 def test_the_cpu_path_does_not_import_triton():
     code = (
         "import sys, torch; before = 'triton' in sys.modules; import punica.ops; "
         "assert before or 'triton' not in sys.modules; assert 'punica.ops.triton_ops' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_unknown_names_are_attribute_errors():
-    import punica.ops
-
-    with pytest.raises(AttributeError, match="lora_shrnk"):
-        _ = punica.ops.lora_shrnk

@@ -115,18 +115,6 @@ def test_true_ranks_hide_the_lanes_beyond_them(backend) -> None:
     assert_close(y, expected)
 
 
-def test_intermediate_is_float32() -> None:
-    """Rank lanes of 256 + 1/2 and -256 cancel: a bfloat16 intermediate would round the half away."""
-    a = torch.tensor([[[256.0, 0.5], [-256.0, 0.0]]]).bfloat16()
-    b = torch.ones(1, 3, 2).bfloat16()
-    x = torch.ones(1, 2).bfloat16()
-    wrapper = PunicaWrapperCPU(4, 4, "cpu", max_loras=1)
-    wrapper.update_metadata(LoRAMapping((5,), (5,)), [5], 2, 10)
-    y = torch.zeros(1, 3).bfloat16()
-    wrapper.add_lora_linear(y, x, (a,), (b,), 1.0, (3,))
-    assert y.tolist() == [[0.5] * 3]
-
-
 @pytest.mark.parametrize("as_tuple", [False, True], ids=["tensor", "tuple"])
 def test_buffer_is_zeroed_and_holds_the_shrink_result(as_tuple: bool) -> None:
     a, b = weights(2, 12, 3, [4, 6], torch.float32)
@@ -185,19 +173,14 @@ A, B = weights(2, 12, 4, [6, 5], torch.float32)
 X, H = torch.ones(11, 12), torch.ones(2, 11, 4)
 BAD_LINEAR = {
     "another dtype of x": ({"x": X.half()}, TypeError, "float16"),
-    "x no tensor": ({"x": X.tolist()}, TypeError, "x must be a tensor"),
     "a slice that is none": ({"lora_a_stacked": (A[0], None)}, TypeError, r"lora_a_stacked\[1\]"),
-    "hidden size": ({"x": X[:, :11]}, ValueError, "12"),
     "rows differ": ({"x": torch.ones(12, 12)}, ValueError, "x has 12 rows and y has 11"),
     "y one-dimensional": ({"y": torch.zeros(11)}, ValueError, "at least 2 dimensions"),
     "y no view": ({"y": torch.zeros(2, 3, 11).transpose(0, 1), "x": torch.ones(3, 2, 12)}, ValueError, r"\(3, 2, 11\)"),
     "scale": ({"scale": float("nan")}, ValueError, "scale is nan"),
     "slices": ({"output_slices": (5, 6)}, ValueError, r"output_slices is \[5, 6\]"),
     "slices no list": ({"output_slices": 11}, TypeError, "output_slices"),
-    "slices of one factor": ({"lora_a_stacked": A[:1]}, ValueError, "1 slices"),
-    "weights no list": ({"lora_a_stacked": A[0]}, TypeError, "lora_a_stacked"),
     "rank": ({"lora_a_stacked": tuple(w[:, :, :3] for w in A)}, ValueError, "add_shrink"),
-    "another device": ({"lora_b_stacked": tuple(w.to("meta") for w in B)}, ValueError, "meta"),
     "buffer": ({"buffer": torch.zeros(2, 11, 5)}, ValueError, "buffer"),
     "buffer in halves": ({"buffer": torch.zeros(2, 11, 4).half()}, TypeError, "buffer"),
     "ranks": ({"lora_ranks": torch.ones(2, 3, dtype=torch.int32)}, ValueError, "lora_ranks"),
@@ -330,20 +313,6 @@ def test_logits_buffer_and_errors() -> None:
     with pytest.raises(TypeError, match=r"lora_a_stacked\[0\] must be a tensor"):
         wrapper.add_lora_logits(y, x, (a,), b, 1.0)
     assert not y.any()
-
-
-def test_operands_stay_checked_after_a_good_call() -> None:
-    a, b = weights(1, 12, 4, [6], torch.float32)
-    wrapper, x, y = wrapper_for(MIXED), torch.ones(11, 12), torch.zeros(11, 6)
-    wrapper.add_lora_linear(y, x, a, b, 1.0, (6,))
-    with pytest.raises(TypeError, match="x must be a tensor"):
-        wrapper.add_lora_linear(y, None, a, b, 1.0, (6,))
-    wrapper.add_lora_linear(y, x, a, b, 1.0, (6,), lora_ranks=torch.full((1, L), 4, dtype=torch.int32))
-    with pytest.raises(TypeError, match="lora_ranks must be a tensor"):
-        wrapper.add_lora_linear(y, x, a, b, 1.0, (6,), lora_ranks=[[4] * L])
-    a[0].data = a[0].data[:1]
-    with pytest.raises(ValueError, match="1 slots"):
-        wrapper.add_lora_linear(y, x, a, b, 1.0, (6,))
 
 
 def test_a_step_by_slots_pads_as_one_by_adapters() -> None:

@@ -151,6 +151,7 @@ def test_measured_schedules_come_before_the_estimate(folder):
     assert tuned.measured_schedule("expand", one, "NVIDIA H200-X") is None
     for other in (one._replace(rank=8), one._replace(by_rows=True)):
         assert tuned.measured_schedule("shrink", other, "NVIDIA H200-X") is None
+    assert tuned.read_table("NVIDIA H200") == {}
     if not torch.cuda.is_available():
         assert choose("shrink", one, Options(), CPU) == shrink
         assert choose("expand", one, Options(), CPU) == choose_expand(one, 1, H200)
@@ -162,11 +163,6 @@ def test_entries_of_another_form_are_refused(entry, folder):
     (folder / "cpu.json").write_text(json.dumps({"operators": {"one": entry}}))
     with pytest.raises(ValueError, match=r"cpu.json, operator 'one': .* is no schedule of shrink or expand, whose 8"):
         tuned.read_table("cpu")
-
-
-def test_a_gpu_without_a_table_has_the_estimate(folder):
-    assert tuned.read_table("NVIDIA H200") == {}
-    assert choose("shrink", problem(), Options(), CPU) == choose_shrink(problem(), H200)
 
 
 def test_shipped_tables_can_be_read():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_batches import Batch, assert_close
+from triton_batches import Batch
 
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.triton_ops import (
@@ -15,7 +15,6 @@ from punica.ops.triton_ops import (
     configs,
     get_lora_op_configs,
     load_lora_op_config,
-    lora_linear,
 )
 from punica.ops.weights import LoRAWeights
 
@@ -44,25 +43,23 @@ def nested(*keys: str, leaf: object = None) -> dict:
 
 
 def test_file_names():
-    for op_type, add_inputs, name in (
-        ("shrink", None, "SHRINK"), ("expand", True, "EXPAND_TRUE"), ("expand", False, "EXPAND_FALSE"),
-        ("expand", None, "EXPAND_FALSE"), ("fused_moe_lora_w13_shrink", None, "FUSED_MOE_LORA_W13_SHRINK"),
-    ):  # fmt: skip
-        assert configs.tuned_file_name(op_type, add_inputs, "NVIDIA H-200") == f"NVIDIA_H_200_{name}.json"
+    name = configs.tuned_file_name
+    assert name("shrink", None, "NVIDIA H-200") == "NVIDIA_H_200_SHRINK.json"
+    assert [name("expand", add, "A") for add in (True, False, None)] == [
+        "A_EXPAND_TRUE.json", "A_EXPAND_FALSE.json", "A_EXPAND_FALSE.json",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("query", "block_k"),
     [
         ((4, 8, 4096, 16), 64),
-        ((4, 9, 4096, 16), 64),
         ((4, 12, 4096, 16), 64),
         ((4, 13, 4096, 16), 128),
-        ((4, 999, 4096, 16), 128),
         ((11, 8, 4096, 16), 256),
         ((4, 8, 11008, 64), 64),
     ],
-    ids=["exact", "near", "tie takes the smaller", "nearer above", "beyond", "other max_loras", "other k and n"],
+    ids=["exact", "tie takes the smaller", "nearer above", "other max_loras", "other k and n"],
 )
 def test_look_up(query, block_k, tmp_path):
     table = {"4": {"1": {"8": {"4096": {"16": LEAF}}, "16": {"4096": {"16": {**LEAF, "block_k": 128}}}}}}
@@ -91,9 +88,6 @@ def test_missing_file_and_missing_slices_warn_once(tmp_path):
     default = get_lora_op_configs("shrink", 2, 4, 128, 16, 1)
     with pytest.warns(UserWarning, match="SHRINK"):
         assert get_lora_op_configs("shrink", 2, 4, 128, 16, 1, tuned_dir=str(tmp_path)) == default
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        get_lora_op_configs("shrink", 3, 5, 128, 16, 1, tuned_dir=str(tmp_path))
     clear_config_cache()
     write(tmp_path, "shrink", nested("2", "1", "4", "128", "16"))
     with pytest.warns(UserWarning, match="3 slices"):
@@ -173,13 +167,10 @@ def test_batch_invariant_asks_no_table(tmp_path):
     assert get_lora_op_configs(*given, str(tmp_path), True) == get_lora_op_configs(*given, None, True)
 
 
-@pytest.mark.parametrize(("block_m", "block_n"), [(16, 64), (64, 16)])
-def test_a_tuned_file_never_changes_the_result(block_m, block_n, tmp_path, device):
-    leaf = {"block_m": block_m, "block_n": block_n, "block_k": 128, "split_k": 2, "num_warps": 4, "num_stages": 2}
-    keys = ("2", "1", "4")
-    write(tmp_path, "shrink", nested(*keys, "128", "16", leaf=leaf))
-    write(tmp_path, "expand", nested(*keys, "16", "48", leaf={k: v for k, v in leaf.items() if k != "split_k"}), True)
+def test_a_tuned_file_never_changes_the_result(tmp_path, device):
+    leaf = LEAF | {"block_m": 64, "block_k": 128}
+    write(tmp_path, "shrink", nested("2", "1", "4", "128", "16", leaf=leaf))
+    expand = EXPAND_LEAF | {"block_m": 64, "block_k": 128}
+    write(tmp_path, "expand", nested("2", "1", "4", "16", "48", leaf=expand), True)
     batch = Batch([0, 1, -1, 1], 128, (48,), 16, 2, torch.float16, device)
-    y = batch.y.clone()
-    lora_linear(y, batch.x, batch.a, batch.b, *batch.args, 0.5, **batch.count, tuned_dir=str(tmp_path))
-    assert_close(y, batch.y.cpu().double() + batch.expanded(batch.shrunk()), torch.float16)
+    batch.check(batch.linear(tuned_dir=str(tmp_path)))

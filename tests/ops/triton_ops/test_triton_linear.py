@@ -64,24 +64,6 @@ def test_the_same_bits_every_run(shrink, expand, device, use_schedules):
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("rank", [16, 64])
-def test_batch_invariance(rank, device):
-    """One row's bits, alone, among 7, 33 and many rows of other adapters, at another place in the batch each time."""
-    many = 1024 if device == "cuda" else 140
-    k, width = (4096, 2048) if device == "cuda" else (128, 48)
-    slots = random_slots(many, 4, seed=1)
-    slots[20] = 2
-    whole, outcomes = Batch(slots, k, (width,), rank, 4, BF16, device), []
-    for rows in ([20], [3, 20, 7, 0, 1, 30, 31], list(range(33)), list(range(many))):
-        part, at = Batch([slots[t] for t in rows], k, (width,), rank, 4, BF16, device), rows.index(20)
-        part.a, part.b, part.x, part.y = whole.a, whole.b, whole.x[rows], whole.y[rows]
-        h = part.shrink(torch.empty(1, len(rows), rank, device=device), batch_invariant=True)
-        outcomes.append((part.linear(batch_invariant=True)[at], h[0, at]))
-    for y, h in outcomes[1:]:
-        assert torch.equal(y, outcomes[0][0])
-        assert torch.equal(h, outcomes[0][1])
-
-
 def test_unaligned_views(device):
     """Addresses that are no multiple of 16 bytes take another way to the kernel."""
     batch = Batch([0, 1, -1, 1], 128, (40,), 16, 2, FP16, device)
