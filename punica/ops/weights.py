@@ -26,10 +26,7 @@ Scaled = Sequence[Tensor] | None
 
 
 def is_traced() -> bool:
-    """Tell whether a graph tracer is active: an op is then one node of its graph.
-
-    A profiler is none: a profiled step launches the kernels of any other step, under the names of `named`.
-    """
+    """Tell whether a graph tracer is active: an op is then one node of its graph. A profiler is none."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 

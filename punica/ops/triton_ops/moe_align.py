@@ -25,7 +25,7 @@ from punica.ops.triton_ops.launch import (
     on_device,
     stages_that_fit,
 )
-from punica.ops.triton_ops.op import check_runnable, named, untraced
+from punica.ops.triton_ops.op import check_runnable, untraced
 
 EXPERTS_PER_PROGRAM = 8
 
@@ -129,7 +129,6 @@ def _moe_align_kernel(
             tl.store(counts_ptr + slot, total)
 
 
-@named("moe_lora_align_block_size")
 def _launch(
     topk_ids: Tensor, mapping: Tensor | None, sizes: tuple[int, int, int, int, int],
     outputs: tuple[Tensor, Tensor, Tensor], enabled: Tensor | None, lora_ids: Tensor | None, expert_map: Tensor | None,

@@ -19,7 +19,7 @@ from punica.ops.triton_ops.fp8_device import as_operand, operands
 from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_align import align_all
 from punica.ops.triton_ops.moe_plan import How, MoEPlan, plan_experts, site_config
-from punica.ops.triton_ops.op import named, untraced
+from punica.ops.triton_ops.op import untraced
 from punica.ops.weights import plans_of
 
 _PLANS: dict[tuple, MoEPlan | None] = plans_of()
@@ -66,7 +66,6 @@ class TritonExpertOps:
 
 
 @untraced
-@named("fused_moe_lora")
 def fused(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, how: How = How()) -> None:  # noqa: B008
     plan = planned(given, max_lora_rank, top_k, switches, how)
     if plan is None:

@@ -1,11 +1,10 @@
-"""Check of the device; operators as profilers and graph tracers see them."""
+"""Check of the device; operators as graph tracers see them."""
 
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.profiler import record_function
 
 from punica.ops.triton_ops.launch import INTERPRETED
 
@@ -19,23 +18,6 @@ def check_runnable(device: torch.device) -> None:
             f"the Triton ops need CUDA tensors, got {device}; on the CPU use punica.ops.torch_ops, or set "
             "TRITON_INTERPRET=1 before punica is imported to run the kernels in Triton's interpreter"
         )
-
-
-def named(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Show calls of the decorated function in profiles as ``punica::<name>``."""
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> None:
-            if not torch.autograd.profiler._is_profiler_enabled:  # record_function costs microseconds
-                function(*args, **kwargs)
-                return
-            with record_function(f"punica::{name}"):
-                function(*args, **kwargs)
-
-        return call
-
-    return decorate
 
 
 def untraced(function: Callable[..., T]) -> Callable[..., T]:

@@ -19,7 +19,7 @@ from punica.ops.expect import WITH_DOUBLE, expect
 from punica.ops.quant import E4M3, FP8_MAX, LEAST
 from punica.ops.triton_ops.fp8_device import as_operand, narrowed
 from punica.ops.triton_ops.launch import Launch, block_at_least, on_device
-from punica.ops.triton_ops.op import check_runnable, named, untraced
+from punica.ops.triton_ops.op import check_runnable, untraced
 
 MOST_COLUMNS = 8192
 """Columns of a program; longer groups are taken in steps."""
@@ -111,7 +111,6 @@ def _launch(
 
 
 @untraced
-@named("quantize_rows")
 def quantize_rows(inputs: Tensor, values: Tensor, scale: Tensor, group_k: int = 0) -> None:
     """Write ``inputs`` as ``values * scale``, both written in place.
 

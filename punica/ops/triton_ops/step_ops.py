@@ -41,7 +41,7 @@ from punica.ops.triton_ops.lora_linear import (
     describe_base,
 )
 from punica.ops.triton_ops.lora_shrink import ShrinkMode, plan_shrink
-from punica.ops.triton_ops.op import check_runnable, named
+from punica.ops.triton_ops.op import check_runnable
 from punica.ops.triton_ops.plan import Batch, KernelPlan, operands_of
 from punica.ops.triton_ops.quantize_rows import quantized_rows
 from punica.ops.triton_ops.schedules import Problem
@@ -58,7 +58,6 @@ class TritonOps:
     def __init__(self, options: Options = Options()) -> None:
         self.options = options
 
-    @named("lora_shrink")
     def shrink(
         self, y: Tensor, x: Tensor, a: Stack, batch: Batch, scale: float = 1.0,
         accumulate: bool = False, x_scale: Tensor | None = None,
@@ -83,7 +82,6 @@ class TritonOps:
         elif not accumulate:
             y.zero_()
 
-    @named("lora_expand")
     def expand(
         self, y: Tensor, x: Tensor, b: Stack, batch: Batch, offset_start: int = 0,
         add_inputs: bool = True, x_scale: Tensor | None = None,
@@ -103,7 +101,6 @@ class TritonOps:
             with on_device(x.get_device()):
                 plan.run(as_operand(x), operands_of(b, x_scale), y, batch, b.ranks, aligned)
 
-    @named("lora_linear")
     def linear(
         self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: Batch, scale: float = 1.0,
         add_inputs: bool = True, x_scale: Tensor | None = None, beside: Beside = ALONE,

@@ -25,7 +25,6 @@ from punica.ops.triton_ops.configs import Options
 from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_ops import fused, index_tensors, planned, stored
 from punica.ops.triton_ops.moe_plan import How, MoEPlan
-from punica.ops.triton_ops.op import named
 from punica.vllm.ops.signature import Given, flat_op
 
 _NUMBERS = ("block_size_m", "block_size_n", "block_size_k", "group_size_m", "num_warps", "num_stages", "split_k")
@@ -43,7 +42,6 @@ _WHOLE = ", ".join((_BOTH, *[f"{product}_{name}" for product in ("shrink", "expa
 _SHRINK = ", ".join(("intermediate, qcurr_hidden_states, lora_a_stacked", _ROUTING, *_NUMBERS))
 _EXPAND = ", ".join(("output, intermediate, lora_b_stacked", _ROUTING, *_NUMBERS))
 _SCALES = "lora_a_scale_stacked, lora_b_scale_stacked, shrink_act_scale=None, expand_act_scale=None"
-_fused_fp8 = named("fused_moe_lora_fp8")(fused)
 
 
 @flat_op(
@@ -96,11 +94,10 @@ def fused_moe_lora_fp8(given: Given) -> None:
     The other arguments and errors as of `fused_moe_lora`; ValueError also for scales that are missing, too many or of
     another shape, or two schemes at once; TypeError for scales that are not float32.
     """
-    _fused_fp8(*_call(given, _scales(given)))
+    fused(*_call(given, _scales(given)))
 
 
 @flat_op(f"{_SHRINK}, mul_routed_weight=False, *, lora_ranks=None", writes="intermediate")
-@named("fused_moe_lora_shrink")
 def fused_moe_lora_shrink(given: Given) -> None:
     """``intermediate[s, t, j] = x @ A_s[l, e]^T`` for every pair, in place; the rest as in `fused_moe_lora`."""
     intermediate, topk_weights, lora_a = given["intermediate"], given["topk_weights"], given["lora_a_stacked"]
@@ -117,7 +114,6 @@ def fused_moe_lora_shrink(given: Given) -> None:
 
 
 @flat_op(f"{_EXPAND}, mul_routed_weight=False, offset=0, add_inputs=True, *, lora_ranks=None", writes="output")
-@named("fused_moe_lora_expand")
 def fused_moe_lora_expand(given: Given) -> None:
     """``output[t, j, offset + s*N : ...] (+)= w * intermediate[s, t, j] @ B_s[l, e]^T`` for every pair, in place.
 
