@@ -30,7 +30,6 @@ from punica.ops.triton_ops.fp8_device import (
     activation_scale_ptrs,
     block_scale_ptrs,
     channel_scales,
-    real_weights,
     row_scaled,
     upcast,
 )
@@ -54,8 +53,12 @@ def _read_x(x_ptrs, operands, row, offs_k, mask_k, SHAPE: tl.constexpr):
 @triton.jit
 def _multiply(a, x, operands, place, offs_r, offs_k, mask, SHAPE: tl.constexpr):
     """Compute products [BLOCK_R, BLOCK_K] in float32; block scales are applied, channel scales are not."""
-    _, slot, slice_id = place
-    weights = real_weights(a, operands, slice_id, slot, offs_r[:, None], offs_k[None, :], mask, SHAPE, tl.float32)
+    weights = upcast(a, SHAPE.quant.format, tl.float32)
+    if SHAPE.quant.group_k > 0:
+        _, slot, slice_id = place
+        scale_ptrs, stride = block_scale_ptrs(operands, slice_id, slot, offs_r, SHAPE)
+        blocks = (offs_k // SHAPE.quant.group_k)[None, :]
+        weights *= tl.load(scale_ptrs[:, None] + blocks * stride, mask=mask, other=0.0)
     return weights * x[None, :]
 
 
