@@ -180,42 +180,36 @@ def test_column_kinds_keep_their_ranks_of_a(lora_class, build, tp_size, given, k
         assert all((part.part is None) == (part.rank == 0) for part in parts)
 
 
-QKV_ROWS = [
-    # tp, rank, q rows, k and v rows of their own matrices, rows of the single matrix
-    pytest.param(1, 0, range(8), range(4), [*range(16)], id="tp1"),
-    pytest.param(2, 1, range(4, 8), range(2, 4), [4, 5, 6, 7, 10, 11, 14, 15], id="tp2-1"),
-    pytest.param(4, 1, range(2, 4), range(2), [2, 3, 8, 9, 12, 13], id="tp4-1-replica"),
-    pytest.param(4, 2, range(4, 6), range(2, 4), [4, 5, 10, 11, 14, 15], id="tp4-2"),
-]
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
-@pytest.mark.parametrize(("tp_size", "rank", "q", "kv", "single"), QKV_ROWS)
-def test_rows_of_b_of_qkv(tp_size, rank, q, kv, single, sharded) -> None:
-    kind = "WithShardedLoRA" if sharded else "WithLoRA"
+@pytest.mark.parametrize(
+    ("tp_size", "rank", "q", "kv", "single"),
+    [  # q rows, k and v rows of their own matrices, rows of the single matrix
+        pytest.param(1, 0, range(8), range(4), [*range(16)], id="tp1"),
+        pytest.param(2, 1, range(4, 8), range(2, 4), [4, 5, 6, 7, 10, 11, 14, 15], id="tp2-1"),
+        pytest.param(4, 1, range(2, 4), range(2), [2, 3, 8, 9, 12, 13], id="tp4-1-replica"),
+        pytest.param(4, 2, range(4, 6), range(2, 4), [4, 5, 10, 11, 14, 15], id="tp4-2"),
+    ],
+)
+def test_rows_of_b_of_qkv(tp_size, rank, q, kv, single) -> None:
     base = QKVParallelLinear(4, 2, 4, 2, tp_rank=rank, tp_size=tp_size)
-    several, one = (getattr(layers, f"{name}{kind}")(base) for name in ("MergedQKVParallelLinear", "QKVParallelLinear"))
+    several, one = layers.MergedQKVParallelLinearWithLoRA(base), QKVParallelLinearWithShardedLoRA(base)
     parts = several.slice_lora_b([numbered(8), numbered(4), numbered(4)])
     assert [labels(part) for part in parts] == [list(q), list(kv), list(kv)]
     kv_shard = rank if tp_size < 2 else rank // (tp_size // 2)
     assert (several.output_ids, several.output_sizes) == ((rank, kv_shard, kv_shard), (8, 4, 4))
     assert several.output_slices == (len(q), len(kv), len(kv))
     assert labels(one.slice_lora_b(numbered(16))) == single
-    assert (one.q_shard_id, one.kv_shard_id) == (rank, kv_shard)
+    assert (one.q_shard_id, one.kv_shard_id, one.output_slices) == (rank, kv_shard, (len(single),))
     assert (one.q_proj_total_size, one.kv_proj_total_size) == (8, 4)
     assert (one.q_proj_shard_size, one.kv_proj_shard_size) == (len(q), len(kv))
-    assert one.output_slices == (len(single),)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
-def test_rows_of_b_of_merged_layers_as_two_and_as_one(sharded) -> None:
-    kind, b = "WithShardedLoRA" if sharded else "WithLoRA", numbered(12)
-    base = MergedColumnParallelLinear(6, [4, 8], tp_rank=1, tp_size=2)
-    several = getattr(layers, f"MergedColumnParallelLinear{kind}")(base)
+def test_rows_of_b_of_merged_layers_as_two_and_as_one() -> None:
+    base, b = MergedColumnParallelLinear(6, [4, 8], tp_rank=1, tp_size=2), numbered(12)
+    several = layers.MergedColumnParallelLinearWithLoRA(base)
     assert [labels(part) for part in several.slice_lora_b([b[:4], b[4:]])] == [[2, 3], [8, 9, 10, 11]]
     assert several.slice_lora_b([None, b[4:]])[0] is None
     assert (several.output_ids, several.output_sizes, several.n_slices) == ((1, 1), (4, 8), 2)
-    one = getattr(layers, f"ColumnParallelLinear{kind}")(base)
+    one = ColumnParallelLinearWithShardedLoRA(base)
     assert labels(one.slice_lora_b(b)) == [2, 3, 8, 9, 10, 11]
     assert one.is_merged_col_linear
 
