@@ -51,7 +51,7 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
 
     names: tuple[str, ...] = ("w1", "w2", "w3")
     adapter_enabled: Tensor
-    _slots = (), ()
+    _slots: tuple[Stacks, Stacks] = ((), ())
 
     w13_lora_a_stacked = property(lambda self: self._slots[0][:-1])
     w13_lora_b_stacked = property(lambda self: self._slots[1][:-1])
