@@ -242,9 +242,9 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         self._require_slots("set_mapping")
         super().set_mapping(punica_wrapper)
         config = cast(LoRAConfig, self.lora_config)
+        w13, w2 = self._weights("w13"), self._weights("w2")
         context = MoELoRAContext(
-            self._weights("w13"), self._weights("w2"),
-            self.w13_lora_a_stacked, self.w13_lora_b_stacked, self.w2_lora_a_stacked, self.w2_lora_b_stacked,
+            w13, w2, w13.lora_a, w13.lora_b, w2.lora_a, w2.lora_b,
             self.adapter_enabled, self.max_loras, self.moe_config.experts_per_token, self._w13_slices,
             self.fully_sharded, self.tp_rank, self.tp_size, self.local_num_experts, self.punica_wrapper,
             use_tuned_config=config.tuned_dir is not None, lora_dtype=cast(torch.dtype, config.lora_dtype),

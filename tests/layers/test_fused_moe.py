@@ -162,6 +162,9 @@ def half_of_a_layer(three_d=False, rank=0, layout="concatenated", model="Any", *
 @pytest.mark.parametrize(("rank", "sharded"), [(0, True), (1, False), (1, True)])
 def test_slices_of_all_four_families(rank, sharded):
     layer = half_of_a_layer(rank=rank, fully_sharded_loras=sharded)
+    shapes = [[tuple(stack.shape[2:]) for stack in side] for side in layer._slots]
+    cut = 2 if sharded else 4
+    assert shapes == [[(cut, 4), (cut, 4), (4, 2)], [(2, 4), (2, 4), (cut, 4)]]
     numbers = torch.arange(4.0)
     own = numbers[2 * rank : 2 * rank + 2].tolist()
     rows, columns = numbers.view(1, 4, 1).expand(2, 4, 4), numbers.view(1, 1, 4).expand(2, 4, 4)
