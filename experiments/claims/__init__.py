@@ -1,7 +1,7 @@
 """The paper's 52 claims, judged from rows: functions compute values, bounds are data, no verdict is typed by hand.
 
-    rows.py bounds.py       one number per point, by repeat; the bounds of `paper_results/claim_bounds.csv`
-    finding.py judge.py     our value and its interval; the verdict, its clock and its marks
+    rows.py                 one number per point, by repeat; a claim's function, our value and its interval
+    bounds.py judge.py      the bounds of `paper_results/claim_bounds.csv`; the verdict, its clock and its marks
     table.py                verdicts as tables, and whether the machine was quiet enough
     fig*.py text.py         claims: one module per figure (fig01 has 10, fig08 has 9 and the README's)
     predictions.py          simulations beside what was published, and beside one another
@@ -16,6 +16,5 @@ A new claim is a function with `@claim("C45")` in the module of its figure, its 
 """
 
 from experiments.claims import fig01, fig08, fig11, fig13, text  # they fill CLAIMS
-from experiments.claims.finding import CLAIMS, Finding, claim
 from experiments.claims.judge import VERDICTS, Verdict, as_frame, decide, judge
-from experiments.claims.rows import NotMeasured
+from experiments.claims.rows import CLAIMS, Finding, NotMeasured, claim

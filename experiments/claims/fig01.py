@@ -4,10 +4,11 @@ from contextlib import suppress
 
 import pandas as pd
 
-from experiments.claims.finding import Finding, claim
 from experiments.claims.rows import (
+    Finding,
     NotMeasured,
     Rows,
+    claim,
     correlation,
     curve,
     model_for,

@@ -3,8 +3,20 @@
 import numpy as np
 import pandas as pd
 
-from experiments.claims.finding import SIMULATED, Finding, claim
-from experiments.claims.rows import NotMeasured, Rows, at, correlation, curve, numbers, pick, ratio, smallest_step
+from experiments.claims.rows import (
+    SIMULATED,
+    Finding,
+    NotMeasured,
+    Rows,
+    at,
+    claim,
+    correlation,
+    curve,
+    numbers,
+    pick,
+    ratio,
+    smallest_step,
+)
 from experiments.facts.systems import SECONDS
 from experiments.measure.roofline import sgmv_flop, sgmv_intensity
 from experiments.workload.popularity import PAPER_WORKLOADS, popularity

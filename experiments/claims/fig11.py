@@ -5,8 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from experiments.claims.fig01 import LAST, layers
-from experiments.claims.finding import Finding, claim
-from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick, smallest_step
+from experiments.claims.rows import Finding, NotMeasured, Rows, at, claim, curve, model_for, pick, smallest_step
 from experiments.facts.systems import MODELS, STATED_LENGTHS, baselines, name_of
 from experiments.fig12_textgen_70b import bytes_ratio
 from experiments.harness.schema import model_conf

@@ -8,8 +8,7 @@ from functools import cache, cached_property
 import pandas as pd
 
 from experiments.claims.fig11 import PUNICA, Serving
-from experiments.claims.finding import MEASURED, SIMULATED, Finding, claim
-from experiments.claims.rows import NotMeasured, Rows, pick
+from experiments.claims.rows import MEASURED, SIMULATED, Finding, NotMeasured, Rows, claim, pick
 from experiments.cluster import served as hn
 from experiments.cluster.served import HIGH, HOUR, LOW, MEAN, SEEDS, SHARE, STREAM
 from experiments.facts.paper import as_rows, read_figure

@@ -9,8 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.claims.bounds import TESTS, Interval, Outcome, Tests, described, missed_bounds, outcome_of, read_bounds
-from experiments.claims.finding import CLAIMS, SIMULATED, Finding, quantities, spans
-from experiments.claims.rows import NotMeasured, Rows, named
+from experiments.claims.rows import CLAIMS, SIMULATED, Finding, NotMeasured, Rows, named, quantities, spans
 from experiments.facts.paper import Statement, claim_clocks, paper_file, read_claims
 from experiments.facts.systems import MODELS
 from experiments.harness.catalogue import entry_of, experiments

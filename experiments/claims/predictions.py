@@ -11,8 +11,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.claims.fig13 import STRICTER, Hour
-from experiments.claims.finding import SIMULATED
-from experiments.claims.rows import MET, NO_BOUND, NotMeasured, Rows, correlation, curve, markdown
+from experiments.claims.rows import MET, NO_BOUND, SIMULATED, NotMeasured, Rows, correlation, curve, markdown
 from experiments.cluster import served
 from experiments.cluster.predicted import CONSTANT
 from experiments.cluster.served import CAPACITY, FROM_DISK, FROM_HOST, FULL_MINUTES, HIGH, LOW, RATE_S

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from experiments.claims.finding import MEASURED, SIMULATED
 from experiments.claims.judge import ARITHMETIC, DECIDED, JUDGED, VERDICTS, Verdict
-from experiments.claims.rows import markdown
+from experiments.claims.rows import MEASURED, SIMULATED, markdown
 
 COLUMNS = ("claim", "statement", "paper", "ours", "tested", "verdict", "why it differs", "figure")
 DISTURBED, ONCE, OTHER_CLOCK = "\u2020", "\u2021", "\u00a7"

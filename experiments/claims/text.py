@@ -7,8 +7,7 @@ from functools import lru_cache
 import pandas as pd
 
 from experiments.claims.fig11 import CONTINUOUS, PUNICA, STATIC, Serving
-from experiments.claims.finding import SIMULATED, Finding, claim
-from experiments.claims.rows import NotMeasured, Rows, at, curve, model_for, pick
+from experiments.claims.rows import SIMULATED, Finding, NotMeasured, Rows, at, claim, curve, model_for, pick
 from experiments.facts.systems import MODELS, SECONDS
 from experiments.harness.schema import model_conf
 from experiments.systems.stream import Timeline

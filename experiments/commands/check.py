@@ -15,8 +15,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from experiments.claims import Verdict
-from experiments.claims.finding import SIMULATED
 from experiments.claims.judge import figures_of
+from experiments.claims.rows import SIMULATED
 from experiments.commands.batch import batch_main
 from experiments.harness.schema import ConfigError
 from experiments.harness.settings import folders

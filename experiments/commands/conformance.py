@@ -20,7 +20,7 @@ from typing import Annotated
 from pydantic import Field
 
 from experiments.conformance import cases, expected
-from experiments.conformance.client import KEY_VARIABLE, Server
+from experiments.conformance.cases import KEY_VARIABLE, Server
 from experiments.conformance.weights import ADAPTERS, CHECKPOINT, HIDDEN, MAX_LEN
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError, Counts, Settings

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.claims import Verdict
-from experiments.claims.finding import SIMULATED
+from experiments.claims.rows import SIMULATED
 from experiments.facts.paper import paper_file
 from experiments.harness.counted import POINT, counted, merged
 from experiments.measure.records import DIFFERENCES, RowsError, ensure_writable

@@ -12,7 +12,7 @@ from experiments.harness.counted import frame_of
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY
 from experiments.harness.source import fingerprint
-from experiments.report import ages
+from experiments.report import machines
 from tests.experiments.report.report_rows import decode_rows
 
 FILES = {
@@ -139,19 +139,19 @@ def test_rows_of_other_code_are_measured_again_and_replaced(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("hardware", ["cpu", "h200"])
 def test_rows_of_other_versions_are_older(hardware):
-    pinned = ages.pinned_versions(hardware)
+    pinned = machines.pinned_versions(hardware)
     (row,) = decode_rows()[:1]
     same = replace(row, hardware=hardware, **pinned)
     others = ({"torch": f"{pinned['torch']}.post1+cu130"}, {"torch": "2.9.1"}, {"triton": ""})
     rows = [same, *(replace(same, **other) for other in others)]
-    assert ages.other_versions(frame_of(rows)).tolist() == [False, False, True, True]
+    assert machines.other_versions(frame_of(rows)).tolist() == [False, False, True, True]
 
 
 def test_rows_of_other_settings_are_older():
     recorded = json.loads((REPOSITORY / "results/h200/fig08_lora_operator.json").read_text())
-    assert ages.changed_settings("fig08_lora_operator", recorded) == []
+    assert machines.changed_settings("fig08_lora_operator", recorded) == []
     for group, key, value in (("figure", "h1", 1024), ("scale", "warmup", 3), ("figure", "dtype", "float32")):
         changed = {**recorded, group: {**recorded[group], key: value}}
-        assert ages.changed_settings("fig08_lora_operator", changed) == [f"{group}.{key}"]
+        assert machines.changed_settings("fig08_lora_operator", changed) == [f"{group}.{key}"]
     decided = {**recorded, "hardware": {**recorded["hardware"], "bandwidth_gb_s": None, "threads": 3}}
-    assert ages.changed_settings("fig08_lora_operator", decided) == []
+    assert machines.changed_settings("fig08_lora_operator", decided) == []

@@ -12,9 +12,8 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 from fastapi import HTTPException
 
 from experiments.commands.conformance import Options, conformance, results_of, table
-from experiments.conformance import cases, client
-from experiments.conformance.cases import NOT_OFFERED, PASS, UNJUDGED, Case, Result, Run
-from experiments.conformance.client import Server
+from experiments.conformance import cases
+from experiments.conformance.cases import NOT_OFFERED, PASS, UNJUDGED, Case, Result, Run, Server
 from experiments.conformance.expected import World
 from experiments.conformance.weights import ADAPTERS, CHECKPOINT
 from experiments.harness.schema import ConfigError
@@ -144,7 +143,7 @@ def test_servers_that_are_not_the_one_meant(world: World, monkeypatch: pytest.Mo
     with server.serve() as url:
         with pytest.raises(ConfigError, match=r"no key.* CONFORMANCE_API_KEY"):
             conformance(Options(url=url, folder=world.folder))
-        monkeypatch.setenv(client.KEY_VARIABLE, "secret")
+        monkeypatch.setenv(cases.KEY_VARIABLE, "secret")
         with pytest.raises(ConfigError, match=r"does not answer as org/tenant-0 .*no model org/tenant-0"):
             conformance(Options(url=url, folder=world.folder, prefix="org/"))
 
