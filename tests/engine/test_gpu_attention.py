@@ -59,8 +59,12 @@ def test_equals_plain_torch_and_leaves_the_same_cache(step, heads, kv_heads, siz
     expected = reference.attend(1, real)
     attention.begin(spans, torch.tensor(rows + [-1] * padding, device=device))
     found = attention.attend(1, given)
-    same = [row for span in spans for row in range(span.start, span.start + span.length)
-            if not (fp8 and span.kv_length == 1)]  # plain torch takes those for prompts, which read no cache
+    same = [
+        row
+        for span in spans
+        for row in range(span.start, span.start + span.length)
+        if not (fp8 and span.kv_length == 1)
+    ]  # plain torch takes those for prompts, which read no cache
     torch.testing.assert_close(found[same], expected[same], atol=2e-5, rtol=2e-5)
     assert not found[len(rows) :].any()
     for held, expected in zip((*mine.keys, *mine.values), (*plain.keys, *plain.values), strict=True):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LogitsProcessorList,
@@ -212,25 +211,10 @@ PARAMS = [
     SamplingParams(temperature=1.1, presence_penalty=0.5, frequency_penalty=0.2),
     SamplingParams(),
 ]
-MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 
 
 class Waits(Exception):
     """The host would wait for the device."""
-
-
-class NoMaking(TorchFunctionMode):
-    """Tensors are not made on `device` from what the host has: torch copies it there and waits."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if func in MAKERS and made.device.type == self.device:
-            raise Waits(f"{func.__name__} on {made.device}")
-        return made
 
 
 class Copies(TorchDispatchMode):
@@ -260,7 +244,7 @@ def states() -> list[SimpleNamespace]:
 
 
 def watched(logits: torch.Tensor) -> tuple[torch.Tensor, sampler.PendingLogprobs, list[torch.Tensor]]:
-    with NoMaking(logits.device.type), Copies() as copies:
+    with Copies() as copies:
         tokens = choose_tokens(logits, states())
         pending = token_logprobs(logits, tokens, states())
     return tokens, pending, copies.sources
