@@ -64,11 +64,12 @@ def parser() -> ArgumentParser:
     for name, meaning in (
         ("max-loras", "adapter slots"), ("max-lora-rank", "largest rank"), ("max-model-len", "tokens of one request"),
         ("max-batch-size", "requests of one step"), ("block-size", "tokens of a KV block"),
+        ("prefill-chunk", "rows of prompts in one step"),
     ):  # fmt: skip
         made.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}, as Engine.from_pretrained")
     made.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")
     made.add_argument("--fp8", choices=("float8_e4m3fn", "float8_e5m2"), help="format of the adapters' slots")
-    for name in ("fp8-kv-cache", "batch-invariant"):
+    for name in ("fp8-kv-cache", "batch-invariant", "prefix-cache"):
         made.add_argument(f"--{name}", action="store_true", default=None, help="as Engine.from_pretrained")
     made.add_argument("--gpu", metavar="FILE", help="description of the GPU to compile for; default: this machine's")
     made.add_argument("--describe", metavar="FILE", help="write the description of this machine's GPU, no more")
@@ -88,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         described = GpuDescription.of_this_machine() if gpu is None else GpuDescription.read(gpu)
         adapters = [LoRARequest(path, number, path) for number, path in enumerate(options.pop("adapter"), start=1)]
         sizes = {name: value for name, value in options.items() if value is not None}
+        if "prefill_chunk" in sizes:
+            sizes["admission"] = "chunked"
         done = compile_ahead(described, folder, adapters, **sizes)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None

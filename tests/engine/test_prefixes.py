@@ -6,6 +6,7 @@ from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine, EngineConfig, Request
 from punica.engine.requests import StepStatistics
 from punica.engine.runner import ModelRunner
+from punica.parallel import spawn_tensor_parallel
 from punica.scheduling import SamplingParams
 from tests.world import finish, tokens_of
 
@@ -246,3 +247,24 @@ def test_under_batch_invariance_prompts_are_cut_at_tiles_of_the_attention(backbo
     outputs, steps = run(engine, *(Request(str(i), prompt, 3) for i, prompt in enumerate(turns)))
     assert outputs == [backbone.generate_merged(prompt, 0, 3) for prompt in turns]
     assert totals(steps)[0] == 8 + 24
+
+
+def _on_a_rank(rank: int, backbone) -> tuple[list, int]:
+    config = EngineConfig(max_batch_size=4, max_model_len=64, block_size=4, prefill_chunk=7, prefix_cache=True)
+    engine = Engine(backbone.model("cpu"), config.lora_config(16, max_loras=4), config, "chunked", warm_up=False)
+    found, hits = [], 0
+    for _ in range(2):
+        requests = [Request(str(i), PREFIX[: 17 + i], 5, backbone.adapters.get(i)) for i in range(4)]
+        outputs, steps = run(engine, *requests)
+        found.append(outputs)
+        hits += totals(steps)[0]
+    return found, hits
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_cut_and_hit_alike(backbone) -> None:
+    ranks = spawn_tensor_parallel(_on_a_rank, 2, backbone, backend="gloo")
+    expected = [backbone.generate_merged(PREFIX[: 17 + i], i, 5) for i in range(4)]
+    assert ranks[0] == ranks[1]
+    assert ranks[0][0] == [expected] * 2
+    assert ranks[0][1] >= 4 * 16
