@@ -78,8 +78,7 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
             raise stopping_error("takes no new requests")
 
     app = _App(title="punica", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.backend = backend  # for the server
-    app.add_middleware(BodyLimit, max_body=settings.max_body)
+    app.state.backend, app.state.max_body = backend, settings.max_body
     _add_errors(app, backend.metrics)
     served = APIRouter(prefix="/v1", dependencies=[Depends(refuse_at_the_end)])
     _add_models(served, generator, catalogue)
@@ -88,31 +87,17 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
     return app
 
 
-class RequestIds:
-    """ASGI middleware that returns a client's ``x-request-id``, or a new one where no valid one came."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = next((value for name, value in scope.get("headers", ()) if name == _ID_HEADER), b"")
-        request_id = given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-
-        async def identified(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), (_ID_HEADER, request_id)]}
-            await send(message)
-
-        await self._app({**scope, "request_id": request_id.decode()}, receive, identified)
-
-
-class BodyLimit:
-    """ASGI middleware that answers 413 to a body of more than ``max_body`` bytes, at the first byte beyond."""
+class Envelope:
+    """ASGI middleware: ``x-request-id`` on every answer, the client's or a new one where no valid one came, and 413 to
+    a body of more than ``max_body`` bytes, at the first byte beyond.
+    """
 
     def __init__(self, app: ASGIApp, max_body: int) -> None:
         self._app, self._max_body = app, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = next((value for name, value in scope.get("headers", ()) if name == _ID_HEADER), b"")
+        request_id = given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         num_received = 0
 
         async def counted() -> Message:
@@ -123,14 +108,19 @@ class BodyLimit:
                 raise HTTPException(413, f"the body has more than {self._max_body} bytes, this server's limit")
             return message
 
-        await self._app(scope, counted, send)
+        async def identified(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (_ID_HEADER, request_id)]}
+            await send(message)
+
+        await self._app({**scope, "request_id": request_id.decode()}, counted, identified)
 
 
 class _App(FastAPI):
     """Application whose answers have ids, those to unexpected errors included."""
 
     def build_middleware_stack(self) -> ASGIApp:
-        return RequestIds(super().build_middleware_stack())
+        return Envelope(super().build_middleware_stack(), self.state.max_body)
 
 
 def _add_models(routes: APIRouter, generator: Generator, catalogue: Catalogue) -> None:

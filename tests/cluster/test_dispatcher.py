@@ -164,7 +164,7 @@ def test_scheduler_and_runner_that_disagree_are_refused(adapters) -> None:
     world.dispatcher.add(Request("r", [1, 2, 3], 8))
     command = world.dispatcher.begin("runner-0")
     reply = world.runners["runner-0"].step(command)
-    with pytest.raises(RuntimeError, match=r"KV blocks in use .* scheduler counts on 1, the runner says 2"):
+    with pytest.raises(RuntimeError, match=r"on 1, .* 2"):
         world.dispatcher.end("runner-0", replace(reply, used_blocks=2))
     world = LocalRunners.of(1)
     world.dispatcher.add(Request("r", [1, 2, 3], 8))
@@ -176,9 +176,9 @@ def test_scheduler_and_runner_that_disagree_are_refused(adapters) -> None:
 @pytest.mark.parametrize(
     ("build", "error"),
     [
-        pytest.param(factory(num_blocks=5), "has 5 KV blocks, of which max_batch_size", id="blocks"),
-        pytest.param(lambda: with_slots(2), "has 2 adapter slots .* for batches of 4", id="slots"),
-        pytest.param(lambda: with_slots(4, "static"), "admission rule is StaticBatching", id="admission"),
+        pytest.param(factory(num_blocks=5), "5 KV blocks", id="blocks"),
+        pytest.param(lambda: with_slots(2), "2 adapter slots .* 4", id="slots"),
+        pytest.param(lambda: with_slots(4, "static"), "StaticBatching", id="admission"),
     ],
 )
 def test_engines_that_decide_for_themselves_are_refused(build, error) -> None:

@@ -213,16 +213,17 @@ def test_ranks_of_one_machine_see_each_others_gpus() -> None:
     assert device_environment(without, 0) == {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
+TOO_SLOW = "The current node timed out during startup."
+
+
 @pytest.mark.parametrize(
-    ("address", "failures", "message", "starts"),
-    [
-        (None, 2, "The current node timed out during startup.", 3),
-        (None, 3, "The current node timed out during startup.", 3),
-        (None, 1, "no room in /dev/shm", 1),
-        ("host:1", 1, "The current node timed out during startup.", 1),
-    ],
+    ("address", "failures", "message", "starts", "gpus"),
+    [(None, 2, TOO_SLOW, 3, 4), (None, 3, TOO_SLOW, 3, 0), (None, 1, "no room", 1, 0), ("host:1", 1, TOO_SLOW, 1, 0)],
 )
-def test_a_start_that_had_too_little_time_is_tried_again(monkeypatch, address, failures, message, starts) -> None:
+def test_a_start_that_had_too_little_time_is_tried_again(
+    monkeypatch, address, failures, message, starts, gpus
+) -> None:
+    """A Ray that is started here is told the GPUs that engines will find."""
     started = []
 
     def init(**settings: object) -> None:
@@ -230,25 +231,14 @@ def test_a_start_that_had_too_little_time_is_tried_again(monkeypatch, address, f
         if len(started) <= failures:
             raise Exception(message)
 
-    fake = SimpleNamespace(is_initialized=lambda: False, init=init, cluster_resources=lambda: {"CPU": 4.0})
-    monkeypatch.setattr(ray_runners, "import_ray", lambda: fake)
-    if failures < starts:
-        assert connect(address, 2, 0)
-    else:
-        where = "no Ray cluster answers at host:1" if address else "Ray did not come up on this machine"
-        with pytest.raises(RuntimeError, match=rf"{where} \({message}\); .*ray start --head"):
-            connect(address, 2, 0)
-    assert len(started) == starts
-
-
-@pytest.mark.parametrize(("wanted", "told"), [(0, None), (4, 4)])
-def test_a_ray_that_is_started_here_is_told_the_gpus_that_engines_will_find(monkeypatch, wanted, told) -> None:
-    started: dict = {}
-    fake = SimpleNamespace(
-        is_initialized=lambda: False, init=lambda **settings: started.update(settings),
-        cluster_resources=lambda: {"CPU": 4.0, "GPU": 4.0},
-    )  # fmt: skip
+    there = {"CPU": 4.0, "GPU": 4.0}
+    fake = SimpleNamespace(is_initialized=lambda: False, init=init, cluster_resources=lambda: there)
     monkeypatch.setattr(ray_runners, "import_ray", lambda: fake)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert connect(None, 4, wanted)
-    assert started.get("num_gpus") == told
+    if failures < starts:
+        assert connect(address, 2, gpus)
+    else:
+        where = "at host:1" if address else "on this machine"
+        with pytest.raises(RuntimeError, match=rf"{where} \({message}\)"):
+            connect(address, 2, gpus)
+    assert [settings.get("num_gpus") for settings in started] == [gpus or None] * starts

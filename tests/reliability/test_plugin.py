@@ -1,6 +1,5 @@
 """The plugin: rows, losses and mistakes of trials; and trials of broken systems, which must lose."""
 
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,7 @@ from typing import Any
 import pytest
 
 from experiments.measure.records import read_rows
-from punica.engine import Engine
-from tests.reliability import test_engine_trials, test_tenant_trials
+from tests.reliability import test_tenant_trials
 from tests.reliability.trial import Trial
 
 pytest_plugins = ["pytester"]
@@ -61,15 +59,9 @@ def test_rows_of_a_sound_and_a_broken_trial(run: Any) -> None:
     assert lines[0][:6] == ["load: sound", "1", "20", "1", "0", "host memory growth 1.5 MiB"]
     assert lines[1][-1] == '`make reliability ARGS="-k test_broken --size laptop --seed 7 --device cpu"`'
     run("-m", "reliability", "--seed", "8", "-k", "sound")
+    run("-m", "slow")[1].assert_outcomes(failed=1)  # a tiny trial, without rows
     assert [row.repeat for row in read_rows(file) if row.metric == "lost"] == [7, 7, 7, 8]
-
-
-def test_rows_of_other_sizes_are_apart_and_tiny_trials_have_none(run: Any) -> None:
-    file, result = run("-m", "slow")
-    result.assert_outcomes(failed=1)
-    assert not file.exists()
     run("-m", "reliability", "--size", "smoke", "-k", "sound")
-    assert not file.exists()
     assert {row.scale for row in read_rows(file.parent / "smoke" / file.name)} == {"smoke"}
 
 
@@ -80,30 +72,11 @@ def test_rows_of_uncommitted_code_are_not_recorded(run: Any, monkeypatch: pytest
     assert not (file.parents[2] / "results").exists()
 
 
-def notes_of(test: Any, tries: int, folder: Path) -> list[str]:
-    """Run a trial; return its losses."""
-    trial = Trial(tries, 0, "cpu", folder)
-    test(trial)
-    return trial.notes
-
-
-@pytest.mark.slow
-def test_a_result_that_comes_twice_or_with_other_tokens_is_a_loss(tmp_path: Path, monkeypatch: Any) -> None:
-    step = Engine.step
-
-    def twice(engine: Engine) -> Any:
-        output = step(engine)
-        wrong = tuple(replace(one, token_ids=[*one.token_ids, 1]) for one in output.finished)
-        return replace(output, finished=(*wrong[:1], *output.finished))
-
-    monkeypatch.setattr(Engine, "step", twice)
-    assert any("2 times" in note for note in notes_of(test_engine_trials.test_engine_soak, 25, tmp_path))
-
-
 def test_bits_that_depend_on_a_neighbour_are_a_loss(tmp_path: Path, monkeypatch: Any) -> None:
-    real, calls = test_tenant_trials.victims_of, count()
+    real, calls, trial = test_tenant_trials.victims_of, count(), Trial(1, 0, "cpu", tmp_path)
     monkeypatch.setattr(test_tenant_trials, "victims_of", lambda *given: [(*one, next(calls)) for one in real(*given)])
-    assert len(notes_of(test_tenant_trials.test_overflowing_neighbours, 1, tmp_path)) == test_tenant_trials.VICTIMS
+    test_tenant_trials.test_overflowing_neighbours(trial)
+    assert trial.lost == len(trial.notes) == test_tenant_trials.VICTIMS
 
 
 def test_drift_leaks_and_growth(tmp_path: Path) -> None:

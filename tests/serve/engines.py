@@ -74,7 +74,7 @@ def ending(code: int) -> Engine:
 
 def plain() -> Any:
     """What a process needs of an engine that serves nothing."""
-    config, runner = SimpleNamespace(max_batch_size=1), SimpleNamespace(model=torch.nn.Linear(1, 1))
+    config, runner = SimpleNamespace(max_batch_size=1, prefix_cache=False), SimpleNamespace(model=torch.nn.Linear(1, 1))
     return SimpleNamespace(
         codec=None, config=config, manager=None, defaults=GenerationDefaults(), max_model_len=8, runner=runner
     )

@@ -19,7 +19,7 @@ from punica.serve.errors import ApiError
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """``allowed/good`` with a file, ``secret`` beside ``allowed``, and links between them."""
-    for name in ("allowed/good", "allowed/linked-file", "secret"):
+    for name in ("allowed/good", "allowed/linked-file", "allowed-not", "secret"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("allowed/good", "secret"):
         (tmp_path / name / "adapter_config.json").write_text("{}")
@@ -27,7 +27,6 @@ def home(tmp_path: Path) -> Path:
     (tmp_path / "allowed/outer").symlink_to(tmp_path / "secret")
     (tmp_path / "allowed/circle").symlink_to(tmp_path / "allowed/circle")
     (tmp_path / "allowed/linked-file/adapter_config.json").symlink_to(tmp_path / "secret/adapter_config.json")
-    (tmp_path / "allowed-not").symlink_to(tmp_path / "secret")
     return tmp_path
 
 

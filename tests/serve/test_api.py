@@ -1,6 +1,5 @@
 """Answers of the API against the engine's own results, whole and streamed."""
 
-import json
 import logging
 from typing import Any
 
@@ -15,15 +14,9 @@ from punica.engine import SamplingParams
 from punica.serve import app as app_module
 from punica.serve.backend import Metrics
 from punica.serve.stepper import Outcome
+from tests.serve.world import events
 
 CHAT = [{"role": "user", "content": "hi"}]
-
-
-def events(response: Any) -> list[dict[str, Any]]:
-    """Data of server-sent events, without the end mark."""
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 @pytest.mark.parametrize("name", ["tiny", "tenant-0", "tenant-2"])
@@ -55,7 +48,7 @@ def test_chunks_join_to_the_whole_answer(client: Any, path: str, fields: dict[st
     body = {"model": "tenant-0", "max_tokens": 40, **prompt, **fields}
     whole = client.post(path, json=body).json()
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    *chunks, last = events(client.post(path, json={**body, **options}))
+    *chunks, last = events(client.post(path, json={**body, **options}).text)
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
     assert {chunk["usage"] for chunk in chunks} == {None}
     assert len({chunk["id"] for chunk in (*chunks, last)}) == 1
@@ -87,7 +80,7 @@ def test_log_probabilities_of_completions(client: Any, alone: Any) -> None:
     texts = [alone.codec.tokenizer.decode([token]) for token in result.token_ids]
     assert any("\ufffd" in text for text in texts)
     assert [name for name in found["tokens"] if name[:6] != "bytes:"] == [text for text in texts if text != "\ufffd"]
-    chunks = events(client.post("/v1/completions", json={**body, "stream": True}))
+    chunks = events(client.post("/v1/completions", json={**body, "stream": True}).text)
     for name, values in found.items():
         streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
         assert [value for one in streamed if one for value in one[name]] == values
@@ -219,7 +212,7 @@ def test_head_is_get_without_a_body(client: Any, path: str) -> None:
 def chunks(client: Any, path: str, options: dict[str, Any], **prompt: Any) -> list[dict[str, Any]]:
     """Events of one stream of 5 tokens."""
     body = {"model": "tenant-1", "max_tokens": 5, "ignore_eos": True, "stream": True, "stream_options": options}
-    return events(client.post(path, json={**body, **prompt}))
+    return events(client.post(path, json={**body, **prompt}).text)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from punica.serve.app import Settings, make_app
 from punica.serve.process import EngineProcess
 from tests.serve.engines import Served, builder
-from tests.serve.world import World, served, wait_until
+from tests.serve.world import World, events, served, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +97,9 @@ def test_answers_are_those_of_an_engine_in_this_process(
 def join(text: str) -> dict[int, list[Any]]:
     """Choices of a stream by index: choices of one step may come in any order."""
     found: dict[int, list[Any]] = {}
-    for line in text.split("\n\n"):
-        if line.startswith("data: {"):
-            for choice in json.loads(line[6:])["choices"]:
-                found.setdefault(choice["index"], []).append(choice)
-    assert text.endswith("data: [DONE]\n\n")
+    for event in events(text):
+        for choice in event["choices"]:
+            found.setdefault(choice["index"], []).append(choice)
     return found
 
 

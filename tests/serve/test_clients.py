@@ -1,7 +1,6 @@
 """The `openai` client against a real server, and the commands of the README."""
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -20,9 +19,8 @@ pytest.importorskip("openai", reason="needs the openai package (extra dev)")
 import httpx2
 import openai
 
-from tests.serve.world import make_world, served, text_of, wait_until
+from tests.serve.world import ROOT, make_world, python, served, text_of, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 ADAPTERS, NEW = 12, 12
 pytestmark = pytest.mark.slow
 
@@ -69,9 +67,7 @@ def test_the_commands_of_the_readme(tmp_path: Path) -> None:
     (serve,) = re.findall(r"^\$ python (-m punica\.serve checkpoint --adapter .*)$", readme, flags=re.MULTILINE)
     (curl,) = re.findall(r"^\$ (curl localhost.*)$", readme, flags=re.MULTILINE)
     (client,) = re.findall(r'^\$ python (-c "import openai.*)$', readme, flags=re.MULTILINE)
-    command = [sys.executable, *shlex.split(serve), "--port", port]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment) as server:
+    with python(*shlex.split(serve), "--port", port, cwd=tmp_path) as server:
         try:
             wait_until(lambda: health_of(port) == 200)
             request = shlex.split(curl.replace("localhost:8000", f"127.0.0.1:{port}"))

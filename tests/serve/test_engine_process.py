@@ -7,7 +7,6 @@ import pickle
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,26 +30,10 @@ from punica.serve.backend import Call
 from punica.serve.process import EngineProcess, portable, send
 from punica.serve.stepper import EngineStepper
 from tests.serve.engines import Peculiar, builder, ending, refusing, threads
-from tests.serve.world import World, served, wait_until
+from tests.serve.world import LONG, World, events, get, metric, post, python, served, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600
 """For processes that import torch on a busy machine."""
-LONG = {"model": "tenant-0", "prompt": "a", "ignore_eos": True, "max_tokens": 120}
-
-
-def post(url: str, **body: Any) -> Any:
-    return httpx2.post(f"{url}/v1/completions", json={**LONG, **body}, trust_env=False, timeout=60)
-
-
-def health(url: str) -> int:
-    return httpx2.get(f"{url}/health", trust_env=False).status_code
-
-
-def metric(url: str, name: str) -> float:
-    text = httpx2.get(f"{url}/metrics", trust_env=False).text
-    (found,) = re.findall(rf"^{name} (\S+)$", text, re.MULTILINE)
-    return float(found)
 
 
 def test_calls_of_a_process_that_dies_get_one_clear_error(
@@ -63,20 +46,18 @@ def test_calls_of_a_process_that_dies_get_one_clear_error(
         EngineProcess(builder(world, tmp_path / "failures")) as process, ThreadPoolExecutor(4) as pool,
         served(make_app(process, Settings("tiny", world.adapters[:2]))) as url,
     ):  # fmt: skip
-        whole = [pool.submit(post, url, n=4) for _ in range(2)]
-        stream = pool.submit(post, url, stream=True)
+        whole = [pool.submit(post, url, **LONG, n=4) for _ in range(2)]
+        stream = pool.submit(post, url, **LONG, stream=True)
         wait_until(lambda: metric(url, "punica_requests_running") == 8)
         assert process._process.pid is not None
         os.kill(process._process.pid, signal.SIGKILL)
         for answer in [one.result(60) for one in whole]:
             assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_failed")
             assert "ended by SIGKILL, perhaps for want of memory; restart the server" in answer.text
-        *_, error, last = [line[6:] for line in stream.result(60).text.split("\n\n") if line]
-        assert "SIGKILL" in json.loads(error)["error"]["message"]
-        assert last == "[DONE]"
-        later = post(url)
+        assert "SIGKILL" in events(stream.result(60).text)[-1]["error"]["message"]
+        later = post(url, **LONG)
         assert (later.status_code, later.json()["error"]["code"]) == (503, "engine_stopped")
-        assert health(url) == 503
+        assert get(url, "/health").status_code == 503
         assert metric(url, "punica_requests_running") == 0
 
 
@@ -145,11 +126,8 @@ def test_errors_travel_with_their_message() -> None:
 
 @contextmanager
 def script(text: str, *arguments: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that imports this repository."""
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    words = [sys.executable, "-c", START + text, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": paths}
-    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, start_new_session=True) as program:
+    """A program that starts an engine's process."""
+    with python("-c", START + text, *arguments, stdout=subprocess.PIPE, start_new_session=True) as program:
         try:
             yield program
         finally:
@@ -248,12 +226,10 @@ def test_an_engine_that_is_not_closed_ends_with_its_program() -> None:
 def command_line(world: World, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process, str]]:
     """A server of the command line in a process group of its own, its engine's process, and its address."""
     adapter, log = world.adapters[0], tmp_path / "log.txt"
-    words = [sys.executable, "-m", "punica.serve", str(world.checkpoint), "--port=0", "--max-model-len=128"]
+    words = ["-m", "punica.serve", world.checkpoint, "--port=0", "--max-model-len=128"]
     words += [f"--adapter={adapter.lora_name}={adapter.absolute_path}"]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     with log.open("wb") as output:
-        server = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
+        server = python(*words, stdout=output, stderr=output, start_new_session=True)
     try:
         wait_until(lambda: server.poll() is not None or "Uvicorn running on" in log.read_text())
         assert server.poll() is None, log.read_text()
@@ -304,13 +280,10 @@ def test_a_signal_to_the_whole_group_lets_answers_end(command_line: Any, number:
 
 @pytest.mark.slow
 def test_a_server_that_is_interrupted_while_the_engine_loads_leaves_none(world: World, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "punica.serve", str(world.checkpoint), "--port=0"]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
     with (tmp_path / "log.txt").open("wb") as output:
-        server = subprocess.Popen(
-            words, env={**os.environ, "PYTHONPATH": paths}, stdout=output, stderr=output,
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
-        )  # fmt: skip
+        words = ["-m", "punica.serve", world.checkpoint, "--port=0"]
+        server = python(*words, stdout=output, stderr=output, preexec_fn=default)
     parent = psutil.Process(server.pid)
     wait_until(lambda: any("spawn_main" in " ".join(child.cmdline()) for child in parent.children()))
     children = parent.children()

@@ -1,10 +1,8 @@
 """The API over two runners on Ray: real processes, real deaths. All slow: Ray takes up to half a minute to start."""
 
-import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
 pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
 
-import httpx2
 import ray
 
 from punica.cluster.ray_cluster import RayCluster
@@ -23,9 +20,8 @@ from punica.cluster.ray_runners import Timeouts, connect
 from punica.engine import SamplingParams
 from punica.serve import launch
 from punica.serve.cli import parse
-from tests.serve.world import make_world, served, wait_until
+from tests.serve.world import ROOT, events, get, make_world, post, python, served, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 ADAPTERS, CALLS, NEW = 8, 64, 40
 pytestmark = pytest.mark.slow
 
@@ -58,7 +54,7 @@ def alone(running: Any) -> Any:
 def load_last(world: Any, url: str) -> None:
     """Load the adapter that the command line leaves out, also where another test has."""
     body = {"lora_name": "tenant-7", "lora_path": world.adapters[7].absolute_path, "load_inplace": True}
-    assert httpx2.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
+    assert post(url, "load_lora_adapter", **body).status_code == 200
 
 
 def texts(url: str, number: int) -> str:
@@ -67,8 +63,7 @@ def texts(url: str, number: int) -> str:
         "model": f"tenant-{number % ADAPTERS}", "prompt": prompt(number), "max_tokens": NEW, "stream": True,
         "ignore_eos": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=300)
-    *chunks, usage = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    *chunks, usage = events(post(url, **body).text)
     assert usage["usage"]["completion_tokens"] == NEW, usage
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
@@ -78,7 +73,7 @@ def prompt(number: int) -> str:
 
 
 def health(url: str) -> Any:
-    return httpx2.get(f"{url}/health").json()["status"]
+    return get(url, "/health").json()["status"]
 
 
 def test_64_calls_over_8_adapters_survive_a_killed_runner(running: Any, alone: Any) -> None:
@@ -97,9 +92,9 @@ def test_64_calls_over_8_adapters_survive_a_killed_runner(running: Any, alone: A
         victim = cluster.runners["runner-0001"].actors[0]
         os.kill(ray.get(victim.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
         assert [future.result() for future in again] == expected
-    assert 'punica_runner_losses_total 1.0' in httpx2.get(f"{url}/metrics").text
+    assert 'punica_runner_losses_total 1.0' in get(url, "/metrics").text
     wait_until(lambda: health(url) == "ok", 120)
-    assert f'punica_requests_total{{reason="length"}} {2 * CALLS}.0' in httpx2.get(f"{url}/metrics").text
+    assert f'punica_requests_total{{reason="length"}} {2 * CALLS}.0' in get(url, "/metrics").text
 
 
 def test_a_runner_that_hangs_in_a_step_is_replaced(
@@ -128,19 +123,17 @@ def test_the_command_line_serves_and_ends(running: Any) -> None:
     """A server in a process of its own, in the Ray of this one."""
     world, _, _ = running
     command = [
-        sys.executable, "-m", "punica.serve", str(world.checkpoint), "--ray=1", "--port=0", "--max-batch-size=2",
+        "-m", "punica.serve", world.checkpoint, "--ray=1", "--port=0", "--max-batch-size=2",
         "--ray-address", ray.get_runtime_context().gcs_address, "--max-model-len=64",
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with python(*command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         lines = []
         for line in process.stderr:
             lines.append(line)
             if "Uvicorn running on" in line:
                 url = line.partition("running on ")[2].split()[0]
-                body = {"model": "tiny", "prompt": "w1", "max_tokens": 3}
-                assert httpx2.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+                assert post(url, model="tiny", prompt="w1", max_tokens=3).status_code == 200
                 assert health(url) == "ok"
                 process.send_signal(signal.SIGTERM)
         assert process.wait() in (-signal.SIGTERM, signal.SIGTERM), "".join(lines)  # uvicorn's way, Ray's way

@@ -9,7 +9,7 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 
 from starlette.exceptions import HTTPException
 
-from punica.serve.app import BodyLimit
+from punica.serve.app import Envelope
 from punica.serve.protocol import UNSUPPORTED
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 2}
@@ -184,7 +184,7 @@ def test_pieces_of_a_body_are_counted_together() -> None:
     async def receive() -> Any:
         return {"type": "http.request", "body": b"ab", "more_body": True}
 
-    asyncio.run(BodyLimit(app, 6)({}, receive, receive))
+    asyncio.run(Envelope(app, 6)({}, receive, receive))
     with pytest.raises(HTTPException) as caught:
-        asyncio.run(BodyLimit(app, 5)({}, receive, receive))
+        asyncio.run(Envelope(app, 5)({}, receive, receive))
     assert caught.value.status_code == 413

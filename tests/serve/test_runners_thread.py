@@ -1,7 +1,6 @@
 """The API over several runners without Ray: right tokens whatever dies, nothing kept, one clear error at worst."""
 
 import asyncio
-import json
 import re
 import shutil
 import threading
@@ -30,7 +29,7 @@ from punica.serve.backend import Call
 from punica.serve.errors import ApiError
 from punica.serve.runners import RunnerMetrics, RunnersThread
 from tests.serve.runners_world import build_of, local, use_local_runners
-from tests.serve.world import state_of, text_of, wait_until
+from tests.serve.world import events, state_of, text_of, wait_until
 
 LONG = {"prompt": "hello", "ignore_eos": True, "max_tokens": 60}
 
@@ -64,8 +63,7 @@ def complete(client: Any, **fields: Any) -> Any:
 
 def streamed(client: Any, **fields: Any) -> str:
     """Joined text of a stream; an error is an AssertionError."""
-    lines = client.post("/v1/completions", json={"model": "tenant-0", **LONG, "stream": True, **fields}).text
-    chunks = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: {")]
+    chunks = events(client.post("/v1/completions", json={"model": "tenant-0", **LONG, "stream": True, **fields}).text)
     assert not [chunk for chunk in chunks if "error" in chunk], chunks[-1]
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 

@@ -15,7 +15,7 @@ from tokenizers import pre_tokenizers
 from punica.adapters import LoRARequest
 from punica.engine import Engine, SamplingParams
 from punica.serve.app import Settings, make_app
-from tests.serve.world import EngineThread
+from tests.serve.world import EngineThread, events
 from tests.world import END
 
 PROMPT, NEW = "abc", 12
@@ -42,8 +42,7 @@ def test_parameters_are_those_of_the_engine(client: Any, alone: Any, fields: dic
         assert answer["choices"][0]["text"] == expected.text
         assert answer["usage"]["completion_tokens"] == len(expected.token_ids)
         return
-    lines = client.post("/v1/completions", json={**body, "stream": True}).text.split("\n\n")
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+    chunks = events(client.post("/v1/completions", json={**body, "stream": True}).text)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected.text
 
 

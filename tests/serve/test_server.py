@@ -2,11 +2,8 @@
 
 import json
 import logging
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,18 +23,7 @@ from starlette.responses import Response
 
 from punica.engine import StepOutput, StepStatistics
 from punica.serve.server import Connection, Server, listen
-from tests.serve.world import World, served, serving, wait_until
-
-ROOT = Path(__file__).resolve().parents[2]
-LONG = {"model": "tiny", "prompt": "a", "ignore_eos": True, "max_tokens": 120}
-
-
-def post(url: str, **body: Any) -> Any:
-    return httpx2.post(f"{url}/v1/completions", json={**LONG, **body}, trust_env=False, timeout=300)
-
-
-def get(url: str, path: str) -> Any:
-    return httpx2.get(f"{url}{path}", trust_env=False, timeout=300)
+from tests.serve.world import LONG, World, events, get, post, python, served, serving, wait_until
 
 
 def port_of(url: str) -> int:
@@ -83,7 +69,7 @@ def test_a_client_that_reads_nothing_is_cut_and_its_places_are_free(
         assert answer.startswith(b"HTTP/1.1 200 OK")
         assert b"[DONE]" not in answer  # of a stream
         assert b'"usage"' not in answer  # the last field of a whole answer
-        assert post(url, n=8, max_tokens=1).status_code == 200  # of eight places
+        assert post(url, **{**LONG, "n": 8, "max_tokens": 1}).status_code == 200  # of eight places
 
 
 def test_a_client_that_reads_slowly_is_not_cut() -> None:
@@ -134,7 +120,7 @@ def held(world: World) -> Iterator[Any]:
 
 def test_sigterm_refuses_first_and_lets_answers_end(held: Any) -> None:
     with held.serving(drain_s=600, grace_s=600) as (server, url):
-        running = [held.submit(post, url, stream=stream) for stream in (True, False)]
+        running = [held.submit(post, url, **LONG, stream=stream) for stream in (True, False)]
         wait_until(lambda: len(held.engine._requests) == 2)
         with httpx2.Client(trust_env=False, timeout=300) as kept:
             assert kept.get(f"{url}/health").status_code == 200
@@ -165,14 +151,12 @@ def is_open(port: int) -> bool:
 
 def test_what_has_not_ended_in_time_ends_with_an_error(held: Any) -> None:
     with held.serving(drain_s=600, grace_s=0) as (server, url):
-        running = [held.submit(post, url, stream=stream, n=2) for stream in (True, False)]
+        running = [held.submit(post, url, **LONG, stream=stream, n=2) for stream in (True, False)]
         wait_until(lambda: len(held.engine._requests) == 4)
         server.handle_exit(signal.SIGINT, None)
         stream, whole = (one.result(300) for one in running)
         held.go.set()
-    *_, error, last = [line[6:] for line in stream.text.split("\n\n") if line]
-    assert last == "[DONE]"
-    assert (whole.status_code, whole.json()) == (503, json.loads(error))
+    assert (whole.status_code, whole.json()) == (503, events(stream.text)[-1])
     assert whole.json()["error"]["code"] == "server_stopping"
     assert int(whole.headers["retry-after"]) >= 1
     assert not held.engine.has_unfinished()
@@ -192,21 +176,15 @@ def test_every_address_of_a_host_has_the_same_port() -> None:
             one.close()
 
 
-def started(world: World, log: Path, *arguments: str) -> "subprocess.Popen[bytes]":
-    words = [sys.executable, "-m", "punica.serve", str(world.checkpoint), "--max-model-len=128", *arguments]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
-    with log.open("wb") as output:
-        return subprocess.Popen(words, env=environment, stdout=output, stderr=output)
-
-
 @pytest.mark.slow
 def test_a_server_has_its_port_while_it_loads_and_ends_its_streams_with_an_error(world: World, tmp_path: Path) -> None:
     (probe,) = listen("127.0.0.1", 0)
     port, log = probe.getsockname()[1], tmp_path / "log.txt"
     probe.close()
     url = f"http://127.0.0.1:{port}"
-    server = started(world, log, f"--port={port}", "--drain=600", "--grace=0")
+    words = [world.checkpoint, "--max-model-len=128", f"--port={port}", "--drain=600", "--grace=0"]
+    with log.open("wb") as output:
+        server = python("-m", "punica.serve", *words, stdout=output, stderr=output)
     try:
         wait_until(lambda: is_open(port) or server.poll() is not None)
         assert "Uvicorn running" not in log.read_text()
@@ -215,9 +193,8 @@ def test_a_server_has_its_port_while_it_loads_and_ends_its_streams_with_an_error
         assert f"Uvicorn running on {url} " in said
         assert "tiny: no adapter slots, dtype: float32, device: CPU" in said
         (engine,) = [one for one in psutil.Process(server.pid).children() if "spawn_main" in " ".join(one.cmdline())]
-        with httpx2.stream(
-            "POST", f"{url}/v1/completions", json={**LONG, "stream": True}, trust_env=False, timeout=300
-        ) as answer:  # fmt: skip
+        body = {**LONG, "model": "tiny", "stream": True}
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=300) as answer:
             lines = (line for line in answer.iter_lines() if line)
             found = [next(lines)]
             engine.suspend()

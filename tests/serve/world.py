@@ -1,5 +1,10 @@
 """A tiny checkpoint with text and adapters on disk, and servers of it."""
 
+import json
+import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 from fastapi import FastAPI
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -21,6 +27,9 @@ from punica.serve.server import Server, listen
 from punica.serve.stepper import EngineStepper
 from tests.world import CHAT, END, VOCAB, byte_tokenizer, write_backbone
 
+ROOT = Path(__file__).resolve().parents[2]
+LONG = {"model": "tenant-0", "prompt": "a", "ignore_eos": True, "max_tokens": 120}
+"""The body of a completion that takes the whole context."""
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCAB, "max_position_embeddings": 256,
     "initializer_range": 0.2, "eos_token_id": END, "bos_token_id": None,
@@ -117,6 +126,33 @@ def serving(app: FastAPI, **fields: Any) -> Iterator[tuple[Server, str]]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def post(url: str, path: str = "completions", **body: Any) -> Any:
+    return httpx2.post(f"{url}/v1/{path}", json=body, trust_env=False, timeout=300)
+
+
+def get(url: str, path: str) -> Any:
+    return httpx2.get(f"{url}{path}", trust_env=False, timeout=300)
+
+
+def metric(url: str, name: str) -> float:
+    (found,) = re.findall(rf"^{name} (\S+)$", get(url, "/metrics").text, re.MULTILINE)
+    return float(found)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """Data of server-sent events, without the end mark."""
+    *data, last = [event.removeprefix("data: ") for event in text.split("\n\n") if event]
+    assert last == "[DONE]"
+    return [json.loads(one) for one in data]
+
+
+def python(*words: Any, **fields: Any) -> "subprocess.Popen[Any]":
+    """Start a program that imports this repository, without a GPU."""
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen([sys.executable, *map(str, words)], env=environment, **fields)
 
 
 def wait_until(condition: Any, seconds: float = 600.0) -> None:
