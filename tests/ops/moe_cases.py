@@ -12,6 +12,7 @@ from torch import Tensor
 
 from punica.ops.experts import Experts, Fp8Experts, Switches
 from punica.ops.scales import Scheme
+from tests.ops.helpers import TOLERANCE
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -22,7 +23,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "large blocks": {"group_n": 128, "group_k": 128},
 }
 NAN = float("nan")
-TOLERANCE = {torch.float16: (4e-3, 2e-3), torch.bfloat16: (1.6e-2, 1e-2), torch.float32: (1e-4, 1e-4)}
 
 
 @dataclass(frozen=True)

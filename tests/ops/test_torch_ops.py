@@ -14,7 +14,7 @@ from punica.metadata.segment_plan import Run
 from punica.ops import segment_gemm, torch_ops
 from punica.ops.torch_ops import TorchOps
 from punica.ops.weights import Stack
-from tests.ops.helpers import assert_expanded, assert_shrunk, normal, products, random_slots
+from tests.ops.helpers import assert_close, assert_shrunk, normal, products, random_slots
 from tests.ops.step_calls import TORCH
 
 OPS, shrink, expand = TorchOps(), TORCH.shrink, TORCH.expand
@@ -72,7 +72,7 @@ def check_lora(
         target = expected[:, offset : offset + one_b.shape[1]]
         target[slots >= 0] = (products(low, one_b, slots) + (target if add_inputs else 0))[slots >= 0]
         offset += one_b.shape[1]
-    assert_expanded(y, expected)
+    assert_close(y, expected)
     first = offset - sum(widths)
     for kept in (slots < 0, (slice(None), slice(first)), (slice(None), slice(offset, None))):
         assert torch.equal(y[kept], before[kept])
@@ -166,7 +166,7 @@ def test_shrink_accumulates_into_any_dtype(layout, dtype):
     before = out.clone()
     shrink(x, a, out, step_of(slots), 0.5, accumulate=True)
     for i in range(2):
-        assert_expanded(out[i], before[i].double() + products(x, a[i], slots, 0.5))
+        assert_close(out[i], before[i].double() + products(x, a[i], slots, 0.5))
     assert torch.equal(out[:, slots < 0], before[:, slots < 0])
 
 
@@ -182,7 +182,7 @@ def test_strided_operands(dtype, layout):
     y, h = normal(rows, 22, dtype=dtype, seed=5), normal(1, 4, rows, seed=7).transpose(1, 2)
     before = y.clone()
     expand(h, (b,), y[:, 10:], step)
-    assert_expanded(y[:, 10:], before[:, 10:].double() + products(h[0], b, slots))
+    assert_close(y[:, 10:], before[:, 10:].double() + products(h[0], b, slots))
     assert torch.equal(y[:, :10], before[:, :10])
 
 
@@ -226,7 +226,7 @@ def test_repeated_calls_see_new_activations_and_an_adapter_loaded_into_a_slot(dt
         check_shrink(step, a, normal(6, 10, dtype=dtype, seed=seed), slots)
         h, y = normal(1, 6, 4, seed=seed), torch.zeros(6, 9, dtype=dtype)
         OPS.expand(y, h, b, step)
-        assert_expanded(y, products(h[0], b.tensors[0], slots))
+        assert_close(y, products(h[0], b.tensors[0], slots))
         a.tensors[0][int(slots[0])].copy_(factor_a(9 + seed, dtype)[2])
     assert len(a.cuts[1]) == len(b.cuts[1]) == 1
 
@@ -256,7 +256,7 @@ def test_other_shapes_dtypes_and_offsets_with_one_stack(monkeypatch):
         for dtype, offset in ((BF16, 0), (BF16, 2), (F32, 1), (F32, 0)):
             y = torch.zeros(6, 12, dtype=dtype)
             OPS.expand(y, normal(1, 6, 4), b, step, offset)
-            assert_expanded(y[:, offset : offset + 9], products(normal(6, 4), b.tensors[0], SLOTS))
+            assert_close(y[:, offset : offset + 9], products(normal(6, 4), b.tensors[0], SLOTS))
             assert not y[:, :offset].any()
 
 
@@ -269,7 +269,7 @@ def test_scratch_serves_in_and_outside_of_inference_mode(first, monkeypatch):
         with torch.inference_mode(inference):
             y = torch.zeros(3, 9, dtype=BF16)
             expand(h, b, y, step_of(slots))
-            assert_expanded(y, products(h[0], b[0], slots))
+            assert_close(y, products(h[0], b[0], slots))
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ import torch
 
 from punica.metadata import LoRAMapping
 from punica.wrapper import PunicaWrapperBase, PunicaWrapperCPU, PunicaWrapperGPU
+from tests.ops.helpers import assert_close
 
 L = 4
 ADAPTERS = [11, 12, 13, 14]  # adapter 11 + s lies in slot s
-TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 2e-3), torch.bfloat16: (1.6e-2, 1e-2)}
 MIXED = [0, 2, 2, -1, 3, 0, 0, -1, 1, 2, 1]  # slots of 11 tokens
 
 
@@ -57,11 +57,6 @@ def expected_linear(y, x, a, b, scale, slots, add_inputs=True, ranks=None):
                 out[t, column : column + width] = old + delta
             column += width
     return out
-
-
-def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    rtol, atol = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=atol)
 
 
 # ---- add_lora_linear

@@ -69,13 +69,6 @@ def test_base_names_the_class_that_lacks_a_product() -> None:
 # ---- construction
 
 
-def test_initial_state() -> None:
-    wrapper = PunicaWrapperBase(8, 4, "cpu")
-    assert [wrapper.indices_len, wrapper.max_length, wrapper.token_nums] == [[None] * 4, 0, 0]
-    assert [wrapper.vocab_size, wrapper.batch_size, wrapper.is_prefill, wrapper.no_lora] == [None, -1, False, False]
-    assert wrapper.device == torch.device("cpu")
-
-
 @pytest.mark.parametrize(
     ("arguments", "keywords", "error", "message"),
     [

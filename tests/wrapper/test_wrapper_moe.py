@@ -180,23 +180,6 @@ def test_both_products_of_a_layer(make, name, override, monkeypatch):
         torch.testing.assert_close(y.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_pairs_are_grouped_where_each_alone_would_read_much_again(monkeypatch):
-    """18 pairs meet about 7.28 of 8 adapters of experts, so 10.7 of them read their 5,376 bytes again: 57,648."""
-    case = LAYERS["sorted"]
-    up, down = worlds("sorted", "cuda" if HAS_GPU else "cpu")
-    monkeypatch.setattr(moe_rules, "most_naive", moe_rules.most_naive.__wrapped__)
-    for bytes_again, invariant, alone in ((57_700, False, True), (57_600, False, False), (57_700, True, False)):
-        monkeypatch.setattr(moe_rules, "NAIVE_BYTES", bytes_again)
-        config = LoRAConfig(max_loras=case.slots, batch_invariant=invariant)
-        wrapper = PunicaWrapperGPU(64, 64, up.x.device, lora_config=config)
-        ids = tuple(slot + 1 for slot in up.mapping.tolist())
-        wrapper.update_metadata(LoRAMapping(ids, ids), [1, 2], 3, 100)
-        aligned, y13, y2 = both(wrapper, up, down)
-        assert (aligned[0] is None) == alone
-        for world, y in ((up, y13), (down, y2)):
-            torch.testing.assert_close(y.double(), world.expected[..., : y.shape[-1]], rtol=1e-4, atol=1e-4)
-
-
 def test_a_rank_of_fully_sharded_experts_adds_its_own_columns(make):
     case = LAYERS["sorted"]
     wrapper = make(World(case).mapping.tolist(), case.slots)

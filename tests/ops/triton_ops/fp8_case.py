@@ -1,8 +1,7 @@
 """A linear with FP8 weights whose every value that must not be read is NaN."""
 
 import torch
-from step_calls import linear
-from triton_batches import assert_close
+from triton_batches import assert_close, linear
 
 from punica.ops.scales import Scheme
 from tests.ops.fp8_batches import E4M3, MODES, Stack, by_ranks, product, step

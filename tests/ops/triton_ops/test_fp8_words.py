@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from fp8_case import FP16, Case
-from step_calls import linear
-from triton_batches import EXPANDS, SHRINKS, assert_close
+from triton_batches import EXPANDS, SHRINKS, assert_close, linear
 
 from punica.ops.scales import PER_CHANNEL
 from punica.ops.triton_ops import Options

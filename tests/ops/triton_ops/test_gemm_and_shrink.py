@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from step_calls import linear
-from triton_batches import SHRINK_ROWS, SHRINK_TILES, TOLERANCE, Batch, assert_close
+from triton_batches import SHRINK_ROWS, SHRINK_TILES, TOLERANCE, Batch, assert_close, linear
 
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.quant import quantize_per_channel

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_case import Case
-from step_calls import linear, shrink
-from triton_batches import EXPANDS, SHRINKS, Batch, assert_close
+from triton_batches import EXPANDS, SHRINKS, Batch, assert_close, linear, shrink
 
 from punica.metadata import LoRAKernelMeta
 from punica.ops.scales import PER_CHANNEL, Scheme

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_calls import linear
+from triton_batches import linear
 
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.quant import quantize_per_channel

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_calls import expand, linear, shrink
-from triton_batches import EXPANDS, SHRINKS, Batch, random_slots
+from triton_batches import EXPANDS, SHRINKS, Batch, expand, linear, random_slots, shrink
 
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops import weights

@@ -7,8 +7,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 import torch
-from step_calls import linear
-from triton_batches import EXPANDS, SHRINKS, Batch, assert_close, random_slots
+from triton_batches import EXPANDS, SHRINKS, Batch, assert_close, linear, random_slots
 
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.triton_ops import Options

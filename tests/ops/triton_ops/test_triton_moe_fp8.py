@@ -49,12 +49,12 @@ def flat(world: World, **changes: Any) -> torch.Tensor:
         "block_shape": blocks, "lora_ranks": given.lora_ranks,
     }  # fmt: skip
     operands = dict(zip(("output", "x", "a", "b"), given[:4], strict=True)) | changes.pop("operands", {})
-    count = changes.pop("count", world.case.slots)
+    count, split_k = world.case.slots, changes.pop("split_k", 1)
     before = operands["output"].clone()
     try:
         fused_moe_lora_fp8(
             *operands.values(), *given[4:9], world.case.rank, world.case.top_k, given.lora_ids, count, given.enabled,
-            *NUMBERS, *NUMBERS, **(options | changes),
+            *NUMBERS[:-1], split_k, *NUMBERS, **(options | changes),
         )  # fmt: skip
     except (TypeError, ValueError):
         assert torch.equal(operands["output"], before)
@@ -88,7 +88,7 @@ def test_what_lies_between_may_be_rounded(name: str, device: str):
             rank = int(world.ranks[s, slot])
             low[s, pair, :rank] = (a[slot, expert, :rank] @ row).float()
     _, scale = quant.quantize_per_token(low, group)
-    result = flat(world, expand_act_scale=scale.to(device))
+    result = flat(world, expand_act_scale=scale.to(device), split_k=2)
     size = float(world.expected.abs().max())
     torch.testing.assert_close(result.double() / size, world.expected / size, rtol=5e-2, atol=5e-2)
     assert not torch.equal(result, flat(world))

@@ -7,10 +7,14 @@ from typing import Any
 import torch
 
 from punica.metadata import LoRAKernelMeta
-from punica.ops.triton_ops import lora_expand, lora_linear, lora_shrink
+from punica.ops.triton_ops import TritonOps, lora_expand, lora_linear, lora_shrink
 from punica.ops.triton_ops.schedules import Schedule
+from tests.ops.helpers import TOLERANCE, assert_close, assert_shrunk
+from tests.ops.step_calls import StepCalls
 
-TOLERANCE = {torch.float16: (4e-3, 2e-3), torch.bfloat16: (1.6e-2, 1e-2), torch.float32: (1e-4, 1e-4)}
+__all__ = ["TOLERANCE", "assert_shrunk"]  # of kernel tests, too
+_CALLS = StepCalls(TritonOps)
+shrink, expand, linear = _CALLS.shrink, _CALLS.expand, _CALLS.linear
 SHRINK_ROWS = Schedule(0, 8, 128)
 SHRINK_TILES = Schedule(16, 32, 64, num_stages=3)
 EXPAND_ROWS = Schedule(0, 64, 16)
@@ -106,18 +110,6 @@ class Batch:
                     part[t] = h[i, t, :r] @ b[slot, 0, :, :r].cpu().double().T
             parts.append(part)
         return torch.cat(parts, 1)
-
-
-def assert_shrunk(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Tolerance of a float32 shrink buffer."""
-    atol = 1e-5 * max(1.0, float(expected.abs().max())) if expected.numel() else 0.0
-    torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-4, atol=atol)
-
-
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
-    """Tolerance of an expand, linear or logits output of `dtype`, rounded so often, perhaps where it was larger."""
-    rtol, atol = TOLERANCE[dtype]
-    torch.testing.assert_close(actual.cpu().double(), expected, rtol=rtol, atol=roundings * atol)
 
 
 def random_slots(tokens: int, slot_count: int, seed: int = 0) -> list[int]:
