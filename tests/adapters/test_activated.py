@@ -141,20 +141,20 @@ def test_the_digest_of_an_adapter_is_of_its_content(make_manager, tenants, fp8) 
     manager = make_manager(max_loras=9, fp8=fp8)
     tenants.write(1, adapter_tensors(1))
     first = loaded(manager, tenants.request(1))
+    dtype = torch.float32 if fp8 is None else torch.uint8
     digest = first.content_hash()
     tenants.write(2, adapter_tensors(1))
     same = tenants.request(2), LoRARequest("x", 3, tensors=adapter_tensors(1), config=peft_config())
     assert {loaded(manager, request).content_hash() for request in same} == {digest}
-    staged = stage(manager.modules, first, torch.float32 if fp8 is None else torch.uint8, pin_memory=False)
+    staged = stage(manager.modules, first, dtype, pin_memory=False)
     assert {staged.content_hash(), first.clone(9).content_hash()} == {digest}
     flipped = {name: t.clone() for name, t in adapter_tensors(1).items()}
     next(iter(flipped.values()))[0, 0] += 1
-    moved = {name.replace("layers.0", "layers.9").replace("layers.1", "layers.0").replace("layers.9", "layers.1"): t
-             for name, t in adapter_tensors(1).items()}  # fmt: skip
+    one_layer_of = adapter_tensors(1, modules=("0.self_attn.o_proj",))
+    moved = {name.replace("layers.0", "layers.1"): tensor for name, tensor in one_layer_of.items()}
     changes = [
-        (flipped, {}), (moved, {}), (adapter_tensors(1, 2), {"r": 2}),
+        (flipped, {}), (one_layer_of, {}), (moved, {}), (adapter_tensors(1, 2), {"r": 2}),
         *((adapter_tensors(1), {"alora_invocation_tokens": tokens}) for tokens in ([1, 2], [12])),
-        (adapter_tensors(1), {"lora_alpha": 9}),
     ]  # fmt: skip
     requests = [
         LoRARequest("tenant 1", i, tensors=tensors, config=peft_config(4, **config))
@@ -163,6 +163,9 @@ def test_the_digest_of_an_adapter_is_of_its_content(make_manager, tenants, fp8) 
     others = {loaded(manager, request).content_hash() for request in requests}
     assert len(others | {digest}) == len(changes) + 1
     assert first.content_hash() is digest
+    assert stage(manager.modules, manager.get_adapter(9), dtype, pin_memory=False).invocation == (12,)
+    helpers = [PEFTHelper(4, alpha, ["q_proj"]) for alpha in (4, 5)]
+    assert len({LoRAModel.from_lora_tensors(1, adapter_tensors(1), each).content_hash() for each in helpers}) == 2
 
 
 def test_ranks_have_one_digest_of_what_each_holds() -> None:
