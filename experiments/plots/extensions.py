@@ -67,6 +67,21 @@ def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     return _drawn(rows, "LoRA on experts", column, [label for *_, label in shown])
 
 
+def draw_prefix_cache(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """By number of adapters, over the context: first tokens, whole pipelines, and blocks in use."""
+
+    def column(mine: pd.DataFrame, *axes: Axes) -> None:
+        for axis, metric in zip(axes, ("first_token", "pipeline", "blocks"), strict=True):
+            lines = _by(mine, metric, x="seq_len")
+            _fill(axis, lines, mine[mine["metric"] == metric], x="seq_len")
+            if metric == "first_token" and {"recompute", "activated_cached"} <= set(lines):
+                ratio = lines["recompute"] / lines["activated_cached"]
+                style.corner(axis, f"{ratio.min():.1f} to {ratio.max():.1f} times sooner")
+
+    labels = "first token of\na turn (ms)", "pipeline (ms)", "blocks in use"
+    return _drawn(rows, "Adapters that continue a context", column, labels, x_label="tokens of context")
+
+
 def _drawn(
     rows: pd.DataFrame, title: str, column: Callable[..., None], labels: Any, by: str = "panel",
     x_label: str = "batch size",

@@ -1,0 +1,99 @@
+"""Extension: adapters that continue what the base, or each other, has read: pipelines over one long context.
+
+Claim: none of the paper's, whose adapters share no keys and values. An activated adapter (PEFT's
+`alora_invocation_tokens`) changes nothing before its invocation, so its request takes the context's keys and values
+from the prefix cache. Expected shape: first tokens after a switch of adapter at the cost of a few rows, whatever the
+context; blocks of one context for all adapters.
+
+    recompute           no prefix cache
+    plain_lora_cached   a prefix cache, and LoRA on all tokens: its keys differ from the base's
+    activated_cached    a prefix cache, and activated adapters
+
+A pipeline: the base reads `seq_len` tokens, then `batch_size` adapters arrive at once, each with the context, its
+invocation, 16 tokens, and 32 to generate. Contexts are drawn anew for each.
+
+    first_token   of the adapters' turns, from arrival
+    pipeline      from the context's arrival to the last token
+    blocks        most in use while adapters run
+
+Weights are random and positions go beyond those that a model was made for, which changes no time. Cost at scale=laptop:
+20 seconds on two cores, 1 GB; on an H200 three minutes, 100 GB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main, sampled
+from experiments.harness.points import model_settings
+from experiments.harness.resume import givers_first
+from experiments.harness.schema import Count, Counts
+
+if TYPE_CHECKING:
+    from experiments.benches.pipelines import Pipelines
+
+SYSTEMS = ("recompute", "plain_lora_cached", "activated_cached")
+
+
+class PrefixConf(FigureConf):
+    """Contexts, adapters, and the pipelines of a point."""
+
+    contexts: Counts
+    adapters: Counts
+    pipelines: Count
+    cache_tokens: Count  # of keys and values
+    sizes: dict[str, Any]  # what depends on the scale
+
+
+class PrefixCache(Experiment):
+    """First tokens, pipelines and blocks by adapters (the panels), context and system."""
+
+    name, figure, order, conf = "ext_prefix_cache", "ext prefix cache", 295, PrefixConf
+    reads = ("model", "adapters.ranks", "adapters.seed")
+    clock, drawn_by = "host_clock", "extensions.draw_prefix_cache"
+
+    def known_systems(self, cfg: Config) -> Sequence[str]:
+        return SYSTEMS
+
+    def points(self, cfg: Config) -> list[Point]:
+        figure, rank = cast(PrefixConf, cfg.figure), cfg.adapters.ranks[0]
+        settings = {
+            "model": model_settings(cfg.model), "seed": cfg.adapters.seed, "pipelines": figure.pipelines,
+            "cache_tokens": figure.cache_tokens, "largest": [max(figure.contexts), max(figure.adapters)],
+        }  # fmt: skip
+        return [
+            Point(f"adapters: {adapters}", system, "", cfg.model.name, adapters, context, rank, settings)
+            for adapters in figure.adapters
+            for context in figure.contexts
+            for system in cfg.system.names
+        ]
+
+    def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
+        """Each alone, one system after the other, since one engine exists at a time."""
+        return givers_first(points, lambda point: SYSTEMS.index(point.system))
+
+    def measure(self, cfg: Config, point: Point) -> list[Reading]:
+        figure, bench = cast(PrefixConf, cfg.figure), self._bench(cfg)
+        adapters, context = cast(int, point.batch_size), cast(int, point.seq_len)
+        seed = cfg.adapters.seed + 1000 * context + 10_000_000 * point.repeat
+        bench.check(point.system, context, adapters, seed)
+        found = [bench.run(point.system, context, adapters, seed + turn) for turn in range(1, figure.pipelines + 1)]
+        return [
+            *sampled("first_token", [1e3 * seconds for turns in found for seconds in turns.first_tokens], "ms"),
+            *sampled("pipeline", [1e3 * turns.seconds for turns in found], "ms"),
+            Reading("blocks", max(turns.blocks for turns in found), "blocks"),
+        ]
+
+    def _bench(self, cfg: Config) -> Pipelines:
+        from experiments.benches.pipelines import Pipelines
+
+        figure, rank, seed = cast(PrefixConf, cfg.figure), cfg.adapters.ranks[0], cfg.adapters.seed
+        sizes = tuple(figure.contexts), max(figure.adapters), rank, seed, figure.cache_tokens
+        return self.kept((cfg.model.name, *sizes), lambda: Pipelines(cfg.model, cfg.hardware.device, *sizes))
+
+
+EXPERIMENT = PrefixCache()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)
