@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 from unittest.mock import patch
 
@@ -43,7 +44,7 @@ class EngineSystem(ServingSystem):
 
     def __init__(self, world: World, facts: System) -> None:
         super().__init__(world, facts)
-        config = world.limits.engine_config(facts.lora, self.index_rule)
+        config = replace(world.limits.engine_config(facts.lora, self.index_rule), prefill_chunk=facts.chunk)
         lora = self.lora_config(config) if facts.lora else None
         self.engine = Engine(world.backbone(), lora, config, facts.admission, cache=world.kv_cache, warm_up=False)
         self.names = itertools.count()
