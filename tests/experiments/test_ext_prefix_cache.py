@@ -1,0 +1,46 @@
+"""Pipelines over one context: three ways agree where they must, and differ in blocks."""
+
+import pytest
+from fakes import composed
+
+from experiments.benches.pipelines import Pipelines
+from experiments.ext_prefix_cache import EXPERIMENT as PREFIX
+from experiments.harness.experiment import CheckFailed
+from experiments.harness.resume import run
+from experiments.harness.settings import settle
+from experiments.measure.records import read_rows
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    home = tmp_path_factory.mktemp("rows")
+    sizes = ("figure.contexts=[48]", "figure.adapters=[1,3]", "figure.pipelines=1")
+    run(composed(home, *sizes, name="ext_prefix_cache"), PREFIX)
+    return read_rows(home / "cpu" / "smoke" / "rows" / "ext_prefix_cache.csv")
+
+
+def blocks(rows, system: str, panel: str) -> float:
+    (found,) = [row.value for row in rows if (row.system, row.panel, row.metric) == (system, panel, "blocks")]
+    return found
+
+
+def test_activated_adapters_share_the_blocks_of_the_context(rows):
+    alone = blocks(rows, "activated_cached", "adapters: 1")
+    assert blocks(rows, "recompute", "adapters: 1") == alone == 7  # 48 + 3 + 16 + 32 tokens
+    assert blocks(rows, "activated_cached", "adapters: 3") <= 3 * alone - 2 * (48 // 16)
+    assert blocks(rows, "recompute", "adapters: 3") >= 3 * alone - 3
+
+
+def test_every_point_has_first_tokens_and_pipelines(rows):
+    timed = [row for row in rows if row.statistic == "median"]
+    assert len(timed) == 2 * 2 * 3
+    assert min(row.value for row in timed) > 0
+
+
+def test_other_tokens_than_without_a_cache_are_not_timed(monkeypatch, tmp_path):
+    cfg = settle(composed(tmp_path, name="ext_prefix_cache"), PREFIX)
+    bench = Pipelines(cfg.model, "cpu", [32], 2, 4, 0, 1024)
+    genuine = bench.run
+    monkeypatch.setattr(bench, "run", lambda name, *case: genuine(name, *case)._replace(tokens=[len(name)] * 2))
+    with pytest.raises(CheckFailed, match=r"0\.00 .* 0\.9"):
+        bench.check("activated_cached", 32, 2, 1)
