@@ -1,5 +1,6 @@
 """`MoELoRAContext`: references to the slots of a layer of experts, for the products that LoRA is added to."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,10 @@ class MoELoRAContext:
 
     w13: ExpertLoRAWeights
     w2: ExpertLoRAWeights
-    w13_lora_a_stacked: tuple[Tensor, ...]
-    w13_lora_b_stacked: tuple[Tensor, ...]
-    w2_lora_a_stacked: tuple[Tensor, ...]
-    w2_lora_b_stacked: tuple[Tensor, ...]
+    w13_lora_a_stacked: Sequence[Tensor]
+    w13_lora_b_stacked: Sequence[Tensor]
+    w2_lora_a_stacked: Sequence[Tensor]
+    w2_lora_b_stacked: Sequence[Tensor]
     adapter_enabled: Tensor
     max_loras: int
     top_k: int
