@@ -74,13 +74,14 @@ def test_a_copy_that_goes_elsewhere_is_refused(migration):
         check_moved(Elsewhere(**vars(migration.route(COPY, 40))), COPY)
 
 
-def test_what_is_recomputed_is_compared_with_what_was_there(migration, monkeypatch):
+@pytest.mark.parametrize("place", [3, 18], ids=["first-block", "last-token"])
+def test_what_is_recomputed_is_compared_with_what_was_there(migration, monkeypatch, place):
     launch = ModelRunner.launch
 
     def spoilt(runner, layout, before=None):
         in_flight = launch(runner, layout, before)
         if layout.num_prefill_rows > 12:  # the second request, not the first one's prompt
-            runner.attention.cache.keys[1][layout.spans[0].block_table[0] * 16 + 3] += 1
+            runner.attention.cache.keys[1][layout.spans[0].block_table[place // 16] * 16 + place % 16] += 1
         return in_flight
 
     check_recomputed(migration.steps.engine)
