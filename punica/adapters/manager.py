@@ -170,7 +170,12 @@ class LoRAModelManager(AdapterCache):
                 f"{len(wanted)} distinct adapters requested in one step, but there are {self.lora_slots} slots "
                 "(max_loras); run fewer distinct adapters together or raise LoRAConfig.max_loras"
             )
-        self._check_mapping(mapping, wanted)
+        if unknown := sorted(_ids_of(mapping) - {0, *wanted}):
+            raise ValueError(
+                f"mapping uses adapter ids {unknown}, which are not requested; requested: {sorted(wanted)}"
+            )
+        # any slots will do: the rules do not depend on them
+        self.punica_wrapper.check_metadata(mapping, list(wanted), self.lora_slots + 1, self.vocab_size)
         loaded = {i: self._latest.get(i, (self.request_of(i), None))[0] for i in wanted}
         reload = {i for i, request in wanted.items() if request.load_inplace and loaded[i] is not request}
         self._make_active(wanted, reload)
@@ -299,14 +304,6 @@ class LoRAModelManager(AdapterCache):
             raise
         for adapter_id in pinned:
             self.pin_adapter(adapter_id)
-
-    def _check_mapping(self, mapping: LoRAMapping, wanted: Mapping[int, LoRARequest]) -> None:
-        if unknown := sorted(_ids_of(mapping) - {0, *wanted}):
-            raise ValueError(
-                f"mapping uses adapter ids {unknown}, which are not requested; requested: {sorted(wanted)}"
-            )
-        # any slots will do: the rules do not depend on them
-        self.punica_wrapper.check_metadata(mapping, list(wanted), self.lora_slots + 1, self.vocab_size)
 
 
 def _ids_of(mapping: LoRAMapping) -> set[int]:

@@ -8,20 +8,17 @@ from typing import NamedTuple
 from punica.checks import clip
 
 PEFT_PREFIX = "base_model.model."
-BASE_WEIGHTS = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
-"""Ends of the names of base weights that PEFT saves along."""
+BASE_WEIGHTS = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")  # that PEFT saves along, by their ends
 _NOT_READ = (*BASE_WEIGHTS, ".lora_velora_embed")  # VeLoRA's tensors are of its backward pass alone
 MOST_NAME = 1 << 14  # characters of a renamed tensor
 MOST_PARTS = 32  # of a module's name, each end of which is looked up: without a limit in quadratic time
 
 # Experts stored projection by projection, as SGLang, Megatron-Bridge and vLLM do (`experts_shared_outer_loras`,
 # `enable_moe_shared_loras`): under `...experts.w1` A is [E, r, in] and B [E, out, r], with 1 for E where all share one.
-W1, W2, W3, W13 = range(-2, -6, -1)
-"""Part numbers of whole projections; those of single matrices start at 0."""
-PROJECTIONS = {
+W1, W2, W3, W13 = range(-2, -6, -1)  # part numbers of whole projections; those of single matrices start at 0
+PROJECTIONS = {  # by their last name components
     "w1": W1, "gate_proj": W1, "w2": W2, "down_proj": W2, "w3": W3, "up_proj": W3, "w13": W13, "gate_up_proj": W13,
 }  # fmt: skip
-"""Last name components of whole projections."""
 
 NameMapper = Callable[[str], str] | Mapping[str, str]
 
