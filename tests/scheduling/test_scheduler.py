@@ -136,10 +136,12 @@ def test_preempted_requests_return_to_the_head_in_order() -> None:
     check_invariants(scheduler)
 
 
-def test_joining_leaves_a_block_for_everyone_to_grow_into() -> None:
-    scheduler = make_scheduler(num_blocks=3)
+@pytest.mark.parametrize("blocks", [3, 4])
+def test_joining_leaves_a_block_for_all_to_grow_into(blocks) -> None:
+    """A spare one for each of the batch, the new one included."""
+    scheduler = make_scheduler(num_blocks=blocks)
     for name in "ab":
-        scheduler.add(make(name, prompt=4, new=5))  # 1 block at first, 2 at the end: 3 do not hold both
+        scheduler.add(make(name, prompt=4, new=5))  # 1 block at first, 2 at the end
     plans = drain(scheduler)
     assert [names(plan.prefills) for plan in plans] == ["a", "", "", "", "", "b", "", "", "", ""]
     assert not any(plan.preempted for plan in plans)
