@@ -193,6 +193,20 @@ def test_other_weights_under_the_same_name_never_hit(backbone, tmp_path) -> None
     assert totals(steps)[0] == 20
 
 
+def test_a_hit_of_other_weights_than_were_loaded_then_is_given_back(backbone, monkeypatch) -> None:
+    engine, prompt = backbone.engine(prefix_cache=True, block_size=4), PREFIX[:21]
+    first = engine.add_request(Request("a", prompt, 2, backbone.adapters[1]))
+    finish(engine)
+    key_of = engine.scheduler.key_of
+    monkeypatch.setattr(
+        engine.scheduler, "key_of",
+        lambda request, waits: first.prefix_key if request.weights is None else key_of(request, waits),
+    )  # fmt: skip
+    (tokens,), steps = run(engine, Request("b", prompt, 4, backbone.adapters[2]))
+    assert tokens == backbone.generate_merged(prompt, 2, 4)
+    assert len(steps) == 5, "one without a request"
+
+
 def test_free_blocks_are_never_read(backbone) -> None:
     """Poison in blocks that no request owns and that are not registered; and evictions, when there are no others."""
     engine = backbone.engine("chunked", prefill_chunk=6, prefix_cache=True, block_size=4, num_blocks=14)
