@@ -5,7 +5,6 @@ moving it changes no hash; data where a counted definition names it. Rooms that 
 """
 
 import ast
-import copy
 import csv
 import hashlib
 import inspect
@@ -14,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from experiments.harness.schema import REPOSITORY
 
@@ -29,6 +28,8 @@ DRAWING = {"drawn_by", "overlay", "shown"}
 _NAMED = re.compile(r"(experiments|punica)(\.\w+)*")
 _FILE = re.compile(r"[\w.]+")
 _NO_CODE = {"__version__", "__all__"}
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_IGNORED = {"type_comment", "ctx", "kind", "type_ignores"}
 _IMPORTS = (ast.Import, ast.ImportFrom)
 
 
@@ -131,36 +132,41 @@ def _counts(statement: object) -> bool:
     return True
 
 
-class Code(ast.NodeTransformer):
-    """Statements as text in which only code counts; definitions and modules they `reached`, and their `strings`. A name
-    counts as what its module means by it, also where a function has a variable of that name.
-    """
+class Code:
+    """Statements as text in which only code counts; definitions and modules they `reached`, and their `strings`."""
 
     def __init__(self, tree: "Tree", module: Module, statements: Iterable[ast.AST]) -> None:
         self._tree, self._module = tree, module
         self.reached: set[Place] = set()
         self.strings: set[str] = set()
-        self.text = "".join(ast.dump(self.visit(copy.deepcopy(statement))) for statement in statements)
+        self.text = "".join(self._write(statement, frozenset()) for statement in statements)
 
-    def visit(self, node: ast.AST) -> Any:
-        if not _counts(node):
-            return None
-        if isinstance(node, ast.Name | ast.Attribute) and (found := self._tree.meant(self._module, node)):
+    def _write(self, value: object, local: frozenset[str]) -> str:
+        if isinstance(value, list):
+            return f"[{','.join([self._write(one, local) for one in value if _counts(one)])}]"
+        if not isinstance(value, ast.AST):
+            if isinstance(value, str):
+                self.strings.add(value)
+            return repr(value)
+        if isinstance(value, (ast.Name, ast.Attribute)) and (found := self._tree.meant(self._module, value, local)):
             self.reached.add(found)
-            return ast.Name(found.name or found.module.rpartition(".")[2])
-        match node:
-            case ast.Constant(value=str(text)):
-                self.strings.add(text)
-            case ast.arg():  # its type is text, by which nothing is reached
-                return node
-            case ast.FunctionDef(returns=returns) | ast.AsyncFunctionDef(returns=returns):
-                node.returns = None
-                self.generic_visit(node)
-                node.returns = returns
-                return node
-            case ast.ClassDef(body=body):
-                node.body = [one for one in map(_undrawn, body) if one]
-        return self.generic_visit(node)
+            return f"Name({found.name or found.module.rpartition('.')[2]})"
+        if isinstance(value, ast.arg):  # its type is text, by which nothing is reached
+            return f"{value.arg}:{ast.unparse(value.annotation)}" if value.annotation else value.arg
+        if isinstance(value, ast.Attribute):
+            return f"{self._write(value.value, local)}.{value.attr}"
+        if isinstance(value, ast.Name):
+            return f"Name({value.id})"
+        if isinstance(value, _SCOPES):
+            local |= _local(value)
+        parts = []
+        for name, entry in ast.iter_fields(value):
+            if isinstance(value, ast.ClassDef) and name == "body":
+                entry = [one for one in map(_undrawn, entry) if one]
+            if entry is None or entry == [] or name in _IGNORED:
+                continue
+            parts.append(ast.unparse(entry) if name == "returns" else f"{name}={self._write(entry, local)}")
+        return f"{type(value).__name__}({','.join(parts)})"
 
 
 def _undrawn(statement: ast.stmt) -> ast.stmt | None:
@@ -172,6 +178,26 @@ def _undrawn(statement: ast.stmt) -> ast.stmt | None:
             kept = [pair for pair in zip(names, values, strict=True) if getattr(pair[0], "id", "") not in DRAWING]
             return ast.Assign([ast.Tuple([name for name, _ in kept])], ast.Tuple([one for _, one in kept]), lineno=0)
     return statement
+
+
+def _local(scope: ast.AST) -> frozenset[str]:
+    """Return the names that a function or comprehension binds for itself."""
+    found: set[str] = set()
+    declared: set[str] = set()
+    waiting = list(ast.iter_child_nodes(scope))
+    while waiting:
+        node = waiting.pop()
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
+                found.add(name)
+            case ast.Global(names=names) | ast.Nonlocal(names=names):
+                declared |= set(names)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+                continue
+        if not isinstance(node, _SCOPES):
+            waiting += ast.iter_child_nodes(node)
+    return frozenset(found - declared)
 
 
 class Tree:
@@ -223,11 +249,11 @@ class Tree:
         below = f"{place.module}.{place.name}"
         return Place(below) if self.module(below) else None
 
-    def meant(self, module: Module, value: ast.AST) -> Place | None:
+    def meant(self, module: Module, value: ast.AST, local: frozenset[str] = frozenset()) -> Place | None:
         """Find the definition that a name, or a chain of attributes of modules, means in a module."""
         if isinstance(value, ast.Name):
-            return self.find(Place(module.name, value.id))
-        if isinstance(value, ast.Attribute) and (above := self.meant(module, value.value)) and not above.name:
+            return None if value.id in local else self.find(Place(module.name, value.id))
+        if isinstance(value, ast.Attribute) and (above := self.meant(module, value.value, local)) and not above.name:
             return self.find(Place(above.module, value.attr))
         return None
 

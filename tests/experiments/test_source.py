@@ -1,5 +1,6 @@
 """Rows know the code that measured them: what makes them stale, what does not, and who says so."""
 
+import ast
 import json
 import re
 from dataclasses import replace
@@ -38,7 +39,8 @@ FILES = {
     "experiments/measure/disturbance.py": "LIMIT = 1.1\n",
     "punica/ops/__init__.py": "from punica.ops.kernel import run\n",
     "punica/ops/kernel.py": "from punica.ops.other import half\n\n\n"
-    "def run(x: int) -> int:\n    return [half(row) for row in range(x)]\n\n\ndef unused():\n    return 5\n",
+    "def run(x: int) -> int:\n    rows = [half(row) for row in range(x)]\n"
+    "    return rows\n\n\ndef unused():\n    return 5\n",
     "punica/ops/other.py": "def half(y):\n    return y / 2\n\n\ndef rows():\n    return 0\n",
 }  # fmt: skip
 
@@ -63,6 +65,13 @@ def changed(tree, file, old, new):
     assert old in FILES[file]
     (tree / file).write_text(FILES[file].replace(old, new, 1))
     return hashed(tree) != before
+
+
+def test_the_hash_is_the_same_for_other_versions_of_python(tree, monkeypatch):
+    before = hashed(tree)
+    monkeypatch.setattr(ast.FunctionDef, "_fields", (*ast.FunctionDef._fields, "of_a_later_version"))
+    monkeypatch.setattr(ast.FunctionDef, "of_a_later_version", [], raising=False)
+    assert hashed(tree) == before
 
 
 @pytest.mark.parametrize(
@@ -90,6 +99,7 @@ def test_what_decides_a_number_changes_the_hash(tree, file, old, new):
         pytest.param("experiments/benches/clock.py", "  # of a call", '\n"""How often."""', id="comment"),
         pytest.param("experiments/benches/clock.py", "OTHER = 4", "OTHER = 5", id="other constant"),
         pytest.param("punica/ops/kernel.py", "return 5", "return 6", id="other function"),
+        pytest.param("punica/ops/other.py", "return 0", "return 1", id="name of a local"),
         pytest.param("experiments/plots/bars.py", "2", "3", id="plot"),
         pytest.param("punica/__init__.py", "0.1.0", "1.0.0", id="version"),
         pytest.param("experiments/systems/mine.py", '"bars"', '"dots"', id="drawing"),
