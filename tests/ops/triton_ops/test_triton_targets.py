@@ -225,6 +225,17 @@ def test_partials_whose_stride_would_drop_the_wait_are_refused():
         lora_expand.plan_expand(partials, *given)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_y_is_read_early_only_behind_a_shrink_that_waited_for_its_writer(apart):
+    """Beside a base product on another stream neither shrink starts early nor expand reads y before its wait."""
+    given = Operands(USUAL | {"step": "prefill 512"}, "meta")
+    forms, mode = (given.weights.a.form, given.weights.b.form), LinearMode(pdl=True, apart=apart)
+    plan = choose_linear(given.y, given.x, forms, given.batch, Options(), mode)
+    tile = plan.expand.launch.tail[-1]
+    assert (tile.pdl, tile.late) == (True, apart)
+    assert plan.shrink.launch.options.get("launch_pdl", False) != apart
+
+
 @pytest.mark.parametrize(("kib", "ranks"), [(227, 256), (163, 128), (99, 64), (64, 32)])
 def test_blocks_of_many_ranks_fit_the_shared_memory(kib, ranks, monkeypatch):
     for module in (launching, lora_expand):
