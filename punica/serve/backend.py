@@ -77,10 +77,9 @@ class Metrics:
     """Counters, gauges and histograms in a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.counter, self.gauge, histogram = (
-            partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)
-        )
+        registry = self.registry = CollectorRegistry()
+        self.counter, self.gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         self._requests = self.counter("punica_requests", "Generations that ended, by finish reason", ["reason"])
         self.rejected = self.counter("punica_rejected", "Calls answered by an error", ["status"])
         self._prompt = self.counter("punica_prompt_tokens", "Prompt tokens of generations that ended")

@@ -185,6 +185,7 @@ def test_who_has_left_a_runner_is_not_blamed_for_its_death(adapters, taken_out) 
         while step() != left:
             pass
     assert world.dispatcher.died(left, "it has left") == ()
+    assert not any(request.quarantined for request in world.dispatcher.policy.requests.values())
     assert run(world) == {}
     assert state.output_token_ids == undisturbed([Request("r", [1, 2, 3], 12)])["r"]
     assert world.dispatcher.policy.gpus["runner-1"].step == 12 - 1 - PROBATION_TOKENS
