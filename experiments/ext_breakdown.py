@@ -59,7 +59,7 @@ class Breakdown(Experiment):
 
     name, figure, order, conf = "ext_breakdown", "ext breakdown", 245, BreakdownConf
     reads = ("model", "workload", "adapters.ranks", "scale.model_batch_sizes", *PROTOCOL)
-    clock, differing, drawn_by = "host_clock", ("workload",), "steps.draw_breakdown"
+    clock, differing, drawn_by = "host_clock", ("workload",), "extensions.draw_breakdown"
 
     def points(self, cfg: Config) -> list[Point]:
         figure, settings = cast(BreakdownConf, cfg.figure), {"model": model_settings(cfg.model)}

@@ -15,7 +15,7 @@ import pandas as pd
 from IPython.display import Markdown
 
 from experiments.claims import judge
-from experiments.claims.table import total
+from experiments.claims.judge import total
 from experiments.harness.experiment import Experiment
 from experiments.plots.draw import draw
 from experiments.plots.frames import centre, distinct, measured, measured_frame, paper_frame, rows_of_repeats

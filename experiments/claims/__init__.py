@@ -1,8 +1,7 @@
 """The paper's 52 claims, judged from rows: functions compute values, bounds are data, no verdict is typed by hand.
 
     rows.py                 one number per point, by repeat; a claim's function, our value and its interval
-    bounds.py judge.py      the bounds of `paper_results/claim_bounds.csv`; the verdict, its clock and its marks
-    table.py                verdicts as tables, and whether the machine was quiet enough
+    bounds.py judge.py      the bounds of `paper_results/claim_bounds.csv`; the verdict, its clock, its marks, tables
     fig*.py text.py         claims: one module per figure (fig01 has 10, fig08 has 9 and the README's)
     predictions.py          simulations beside what was published, and beside one another
 

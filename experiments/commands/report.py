@@ -19,7 +19,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from experiments.claims.table import total
+from experiments.claims.judge import total
 from experiments.commands.batch import batch_main, sides
 from experiments.harness.command import given
 from experiments.harness.schema import ConfigError

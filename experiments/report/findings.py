@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from experiments.claims.judge import DISTURBED, ONCE
 from experiments.claims.rows import NotMeasured, Rows
-from experiments.claims.table import DISTURBED, ONCE
 
 _POINT = ["panel", "system", "workload", "model", "batch_size", "seq_len", "rank", "metric"]
 _FLAGS = {DISTURBED: "disturbed", ONCE: "once"}

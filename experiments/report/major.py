@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.claims import Verdict
-from experiments.claims.judge import DIFFERS, HOLDS, NOISE, NOT_MEASURED, NOT_TESTABLE
-from experiments.claims.table import disturbed_points
+from experiments.claims.judge import DIFFERS, HOLDS, NOISE, NOT_MEASURED, NOT_TESTABLE, disturbed_points
 from experiments.plots.frames import distinct
 from experiments.report.machines import Machine
 

@@ -11,9 +11,8 @@ import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.claims import CLAIMS, NotMeasured, Verdict
-from experiments.claims.judge import LAPTOP, NOT_MEASURED, command, figures_of, scales_of
+from experiments.claims.judge import LAPTOP, NOT_MEASURED, command, figures_of, marked, scales_of, total
 from experiments.claims.rows import Rows, markdown
-from experiments.claims.table import marked, total
 from experiments.facts.paper import paper_rows, read_claims
 from experiments.harness.catalogue import entry_of, experiments, recorded_sets
 from experiments.harness.counted import SCALES

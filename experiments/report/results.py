@@ -10,9 +10,9 @@ import pandas as pd
 
 from experiments.claims import as_frame
 from experiments.claims.fig11 import Serving
+from experiments.claims.judge import certainty, disturbance, total, verdict_table
 from experiments.claims.predictions import prediction_table, predictions, rules_table
 from experiments.claims.rows import NotMeasured, Rows, markdown
-from experiments.claims.table import certainty, disturbance, total, verdict_table
 from experiments.facts.paper import as_rows, read_figure
 from experiments.facts.systems import STAND_INS, SYSTEMS, name_of
 from experiments.harness.catalogue import experiments

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.claims.judge import DIFFERS, NOISE, NOT_MEASURED, NOT_TESTABLE, REPRODUCED, SHAPE
-from experiments.claims.table import marked
+from experiments.claims.judge import DIFFERS, NOISE, NOT_MEASURED, NOT_TESTABLE, REPRODUCED, SHAPE, marked
 from experiments.commands.report import choose
 from experiments.facts.paper import read_claims
 from experiments.harness.counted import NOT_STEADY
