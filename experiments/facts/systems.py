@@ -24,9 +24,10 @@ STATED_LENGTHS = ", stated lengths"
 @dataclass(frozen=True)
 class System:
     """A serving system: ``name``; ``served_by``: its `ServingSystem`, or the dotted name (empty: of the paper alone);
-    ``admission``: its rule, ``chunk``: most rows of prompts in a step, for ``chunked``; ``figures`` that run it; ``lora``: applies adapters, each request's own if ``exact``;
-    ``baseline`` of the paper; ``slow``: fewer steps per window; ``label``; ``policy``: whose batching it has on our
-    engine; ``paper``: names there; ``colour``, ``marker``: None and "" the next free ones; ``shade`` of bars.
+    ``admission``: its rule, ``chunk``: most rows of prompts in a step, for ``chunked``; ``figures`` that run it;
+    ``lora``: applies adapters, each request's own if ``exact``; ``baseline`` of the paper; ``slow``: fewer steps per
+    window; ``label``; ``policy``: whose batching it has on our engine; ``paper``: names there; ``colour``, ``marker``:
+    None and "" the next free ones; ``shade`` of bars.
     """
 
     name: str
@@ -51,8 +52,8 @@ for _entry in (
     System("punica", figures=(FIG11, FIG12, LOAD, MANY), paper=("Punica", "Punica layer with LoRA"),
            colour=0, marker="o"),
     System("punica_many", admission="fcfs_many", figures=(LOAD,), colour=9, marker="P"),
-    *(System(f"punica_chunk_{rows}", admission="chunked", chunk=rows, figures=(LOAD,), label=f"punica, {rows} rows of prompts")
-      for rows in (128, 256, 512, 1024, 2048)),
+    *(System(f"punica_chunk_{rows}", admission="chunked", chunk=rows, figures=(LOAD,),
+             label=f"punica, {rows} rows of prompts") for rows in (128, 256, 512, 1024, 2048)),
     System("punica_resident_first", admission="resident_first", figures=(MANY,), colour=4, marker="D"),
     System("punica_sharded", "experiments.systems.engine_systems.Sharded", figures=(FIG12,), colour=0, shade=0.6),
     System("continuous_batching", admission="single_adapter", figures=(FIG11, FIG12, LOAD), lora=False,
