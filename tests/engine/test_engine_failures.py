@@ -118,7 +118,7 @@ def test_an_adapter_that_is_gone_costs_nothing_to_requests_that_have_begun(backb
     assert [is_of(backbone, state, version) for state, version in zip(states, (2, 2, 1), strict=True)] == [True] * 3
 
 
-@RULES
+@pytest.mark.parametrize("rule", ["fcfs", "single_adapter", "static", "static_mixed"])
 def test_a_copy_into_a_slot_that_fails_costs_only_those_it_was_for(backbone, monkeypatch, rule) -> None:
     """Members that run, have finished, or join: only those of that adapter leave the batch."""
     engine = backbone.engine(rule, max_loras=2)
