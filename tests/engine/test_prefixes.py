@@ -4,7 +4,6 @@ import pytest
 
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine, EngineConfig, Request
-from punica.engine.requests import StepStatistics
 from punica.engine.runner import ModelRunner
 from punica.parallel import spawn_tensor_parallel
 from punica.scheduling import SamplingParams
@@ -34,6 +33,7 @@ def run(engine: Engine, *requests: Request) -> tuple[list[list[int]], list]:
 def test_prompts_share_the_rows_of_a_step_and_decode_rows_never_wait(backbone, monkeypatch, ahead) -> None:
     monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
     engine = backbone.engine("chunked", prefill_chunk=8)
+    assert engine.config.max_num_batched_tokens == 8 + 8, "rows staged are bound by the chunk, not by the longest prompt"
     prompts = [PREFIX[:3], PREFIX[:20], PREFIX[5:10], PREFIX[:2]]
     states = [engine.add_request(Request(str(i), p, 6, backbone.adapters.get(i))) for i, p in enumerate(prompts)]
     rows, tokens = [], []
@@ -45,11 +45,6 @@ def test_prompts_share_the_rows_of_a_step_and_decode_rows_never_wait(backbone, m
     assert tokens[:4] == [["0"], ["0"], ["0", "1"], ["0", "1", "2", "3"]]
     for i, (state, prompt) in enumerate(zip(states, prompts, strict=True)):
         assert state.output_token_ids == backbone.generate_merged(prompt, i, 6)
-
-
-def test_rows_staged_are_bound_by_the_chunk() -> None:
-    config = EngineConfig(max_batch_size=4, max_model_len=10_000, prefill_chunk=32)
-    assert config.max_num_batched_tokens == 36
 
 
 @pytest.mark.parametrize("fails_in", ["launch", "read", "forgotten", "aborted", "used"])
@@ -232,13 +227,6 @@ def test_a_preempted_request_gets_its_blocks_back(backbone) -> None:
     assert outputs == [backbone.generate_merged((i + 1,) * 3, i, 17) for i in range(3)]
     assert sum(step.num_preempted for step in steps) > 0
     assert totals(steps)[0] > 0
-
-
-def test_blocks_of_a_cache_that_is_off_are_where_they_were(backbone) -> None:
-    engine = backbone.engine(block_size=4)
-    assert type(engine.blocks).__name__ == "BlockManager"
-    _, steps = run(engine, Request("a", PREFIX[:9], 3))
-    assert totals(steps) == totals([StepStatistics()]) == (0, 0, 0)
 
 
 def test_fp8(backbone) -> None:
