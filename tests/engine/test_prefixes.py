@@ -33,7 +33,7 @@ def run(engine: Engine, *requests: Request) -> tuple[list[list[int]], list]:
 def test_prompts_share_the_rows_of_a_step_and_decode_rows_never_wait(backbone, monkeypatch, ahead) -> None:
     monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
     engine = backbone.engine("chunked", prefill_chunk=8)
-    assert engine.config.max_num_batched_tokens == 8 + 8, "rows staged are bound by the chunk, not by the longest prompt"
+    assert engine.config.max_num_batched_tokens == 8 + 8, "rows staged are bound by the chunk, not by prompts"
     prompts = [PREFIX[:3], PREFIX[:20], PREFIX[5:10], PREFIX[:2]]
     states = [engine.add_request(Request(str(i), p, 6, backbone.adapters.get(i))) for i, p in enumerate(prompts)]
     rows, tokens = [], []
