@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from experiments.benches.engine_steps import lora_manager
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
 from experiments.systems.weights import Limits, Weights
@@ -107,9 +108,8 @@ class Pipelines:
             config = replace(self._limits.engine_config(lora=True), prefix_cache=way.cached)
             lora = config.lora_config(self._rank, max_loras=config.max_batch_size)
             engine = Engine(self._weights.backbone(), lora, config, warm_up=False)
-            assert engine.manager is not None
             for adapter in range(1, config.max_batch_size + 1):
-                engine.manager.add_adapter(self._adapter(adapter, way))
+                lora_manager(engine).add_adapter(self._adapter(adapter, way))
             self._engines[name] = engine
         return self._engines[name]
 
