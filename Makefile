@@ -52,7 +52,7 @@ figure: $(VENV)/.experiments ## Measure and draw one figure: make figure FIG=8, 
 figures: $(VENV)/.experiments ## Draw the figures again from recorded rows (results/), no measuring
 	@$(RUN) -m experiments.commands.figures $(ARGS)
 
-report: $(VENV)/.experiments ## Judge the paper's claims, write their pages: make report ARGS=source=recorded
+report: $(VENV)/.experiments ## Judge the paper's claims, write report.html: make report ARGS=source=recorded
 	@$(RUN) -m experiments.commands.report $(ARGS)
 
 record: $(VENV)/.experiments ## Copy this machine's rows and figures to results/ and figures/, if they are of their commits

@@ -115,7 +115,7 @@ def _report(cfg: DictConfig, changed: bool) -> tuple[str, list[str]]:
         return "", []
     stale = changed or not page.exists() or max(path.stat().st_mtime for path in rows) > page.stat().st_mtime
     lines = ending(*write_fresh(places)) if stale else [f"Nothing new was measured; the report is {page}"]
-    return str(page), lines
+    return str(page.with_name("claims.md")), lines
 
 
 if __name__ == "__main__":

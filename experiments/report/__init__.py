@@ -6,4 +6,5 @@
     findings.py, .yaml       what extensions found: ratios of rows, point by point
     expected.py              expected ranges, and what is outside of them
     reproducing.py           REPRODUCING.md; the numbers of README.md
+    page.py templates/       report.html: one page with figures, every machine beside the paper
 """

@@ -71,8 +71,8 @@ def in_order(verdicts: Sequence[Verdict]) -> list[Verdict]:
     return sorted(verdicts, key=lambda verdict: place.get(verdict.id, len(place)))
 
 
-def ending(here: Machine, page: Path) -> list[str]:
-    """Return the lines at the end of `make reproduce`; ``page`` is that of ``here``."""
+def ending(here: Machine, files: Sequence[Path]) -> list[str]:
+    """Return the lines at the end of `make reproduce`; ``files`` are the tables and, last, the page."""
     verdicts = {one.id: one for one in here.verdicts}
     outcomes = {one: one.outcome(verdicts) for one in MAJOR}
     device, scale = (", ".join(distinct(here.rows, name)) or "-" for name in ("device", "scale"))
@@ -90,11 +90,11 @@ def ending(here: Machine, page: Path) -> list[str]:
     words = Counter(one.verdict for one in here.verdicts)
     held, absent = sum(words[word] for word in HOLDS), words[NOT_MEASURED] + words[NOT_TESTABLE]
     counts = f"{held} hold, {words[DIFFERS]} differ, {absent} were not or cannot be measured here"
-    page = Path(os.path.relpath(page)) if page.is_relative_to(Path.cwd()) else page
+    page = Path(os.path.relpath(files[-1])) if files[-1].is_relative_to(Path.cwd()) else files[-1]
     return [
         "", *lines, f"All {len(verdicts)} claims: {counts}, {words[NOISE]} are within noise.", *noise,
-        f"Look at {page}: all claims, and figures beside the paper's.",
-        "Commands, minutes and ranges of the claims are in REPRODUCING.md.",
+        f"Look at {page}: figures beside the paper's.",
+        f"All claims are in {files[0].name} beside it; their commands, minutes and ranges in REPRODUCING.md.",
     ]  # fmt: skip
 
 

@@ -64,8 +64,10 @@ def test_committed_reports_are_what_the_command_writes(tmp_path):
     (tmp_path / "figures").symlink_to(REPOSITORY / "figures")
     for path in REPOSITORY.glob("*.md"):
         copy(path, tmp_path)
-    machines, files = write_recorded(tmp_path / "results", tmp_path / "figures", PAPER)
-    names = {file.relative_to(tmp_path) for file in files}
+    page = tmp_path / "outputs" / "report.html"
+    machines, files = write_recorded(tmp_path / "results", tmp_path / "figures", PAPER, page)
+    names = {file.relative_to(tmp_path) for file in files if file != page}
+    assert 1_000_000 < page.stat().st_size < 6_000_000
     folders = [f"results/{machine.name}" for machine in machines]
     wanted = ["README.md", "REPRODUCING.md", "results/h200/operator_tables.md"]
     wanted += [f"docs/results-{machine.name}.md" for machine in machines]

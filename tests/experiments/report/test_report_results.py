@@ -19,7 +19,7 @@ from experiments.report.major import HOLD, MAJOR, PART, Major, ending, in_order
 from experiments.report.results import notes
 from tests.experiments.report.report_rows import PAPER, decode_rows, folders_in, operator_rows, write_report
 
-CLAIMS = Path("outputs/cpu/claims.md")
+FILES = [Path("outputs/cpu/claims.md"), Path("outputs/cpu/report.html")]
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def here(tmp_path_factory):
 def test_a_claim_is_under_its_outcome_with_the_reason_of_a_cpu(here):
     words = {"C01": DIFFERS, "C24": REPRODUCED}
     verdicts = [replace(one, verdict=words.get(one.id, NOT_MEASURED)) for one in here.verdicts]
-    lines = ending(replace(here, verdicts=verdicts), CLAIMS)
+    lines = ending(replace(here, verdicts=verdicts), FILES)
     place = {id: next(number for number, line in enumerate(lines) if line.startswith(f"  {id}")) for id in words}
     heads = {id: next(line for line in lines[number::-1] if not line.startswith("  ")) for id, number in place.items()}
     assert heads["C24"].startswith("hold here (1)")
