@@ -72,7 +72,7 @@ def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 
 
 def draw_prefix_cache(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """By number of adapters, over the context: first tokens, whole pipelines, and blocks in use."""
+    """First tokens, pipelines and blocks in use over the context, a column per number of adapters."""
 
     def column(mine: pd.DataFrame, *axes: Axes) -> None:
         for axis, metric in zip(axes, ("first_token", "pipeline", "blocks"), strict=True):
