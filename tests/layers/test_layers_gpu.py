@@ -67,7 +67,7 @@ def captured(layer: Any, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 )
 def test_two_streams_equal_one(name: str, dtype: torch.dtype, fp8: str | None) -> None:
     one, two = pair_of_layers(name, dtype, fp8=fp8)
-    wrapper = wrapper_for(config_for(dtype), DEVICE)
+    use(wrapper := wrapper_for(config_for(dtype), DEVICE), MIXED)
     for layer in (one, two):
         layer.set_mapping(wrapper)
     x = torch.randn(T, IN, device=DEVICE).to(dtype)

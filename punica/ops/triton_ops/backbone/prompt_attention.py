@@ -121,16 +121,19 @@ def _add_cached(state, q, cached, first, end, SHAPE: tl.constexpr):
     cached: keys and values of one kv head, the row stride, and the block table of the request.
     """
     k_ptr, v_ptr, stride, table_ptr = cached
+    BLOCK_M: tl.constexpr = SHAPE.block_m
+    BLOCK_N: tl.constexpr = SHAPE.block_n
+    FORMAT: tl.constexpr = SHAPE.format
     offs_d = tl.arange(0, SHAPE.block_d)
-    tokens = first + tl.arange(0, SHAPE.block_n)
+    tokens = first + tl.arange(0, BLOCK_N)
     inside, mask_d = tokens < end, offs_d < SHAPE.size
     block = tl.load(table_ptr + tokens // SHAPE.page, mask=inside, other=0).to(tl.int64)
     at = (block * SHAPE.page + tokens % SHAPE.page) * stride
     keys = tl.load(k_ptr + at[None, :] + offs_d[:, None], mask=inside[None, :] & mask_d[:, None], other=0.0)
     values = tl.load(v_ptr + at[:, None] + offs_d[None, :], mask=inside[:, None] & mask_d[None, :], other=0.0)
-    if SHAPE.format > 0:
-        keys, values = upcast(keys, SHAPE.format, q.dtype), upcast(values, SHAPE.format, q.dtype)
-    scores = dot(q, keys, tl.zeros([SHAPE.block_m, SHAPE.block_n], tl.float32)) * SHAPE.scale
+    if FORMAT > 0:
+        keys, values = upcast(keys, FORMAT, q.dtype), upcast(values, FORMAT, q.dtype)
+    scores = dot(q, keys, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * SHAPE.scale
     return _weighted(state, q, tl.where(inside[None, :], scores, float("-inf")), values)
 
 
