@@ -224,7 +224,7 @@ class Scheduler:
     ) -> list[RequestState]:
         """Admit from the queue to a step of ``num_rows`` rows; ``left``: rows for prompts (None: no limit)."""
         admitted: list[RequestState] = []
-        while self.waiting:
+        while self.waiting and self.partial is None:  # nobody overtakes a prompt under way
             request = self.rule.candidate(self.waiting, self.is_resident)
             if not self._has_place(request, admitted, pinned):
                 break

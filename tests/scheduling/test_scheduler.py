@@ -8,6 +8,7 @@ from punica.adapters import LoRARequest
 from punica.scheduling import (
     ADMISSION_RULES,
     BlockManager,
+    PrefixCache,
     Request,
     RequestState,
     RequestStatus,
@@ -341,3 +342,23 @@ def test_finished_members_of_a_batch_yield_before_unfinished_ones() -> None:
     plan = scheduler.schedule(pinned={9})
     assert (names(plan.preempted), names(plan.idle), names(plan.decodes)) == ("", "", "b")
     check_invariants(scheduler)
+
+
+def test_a_prompt_under_way_is_overtaken_by_none_whose_rest_fits_behind_it() -> None:
+    """With a grain, rows are left behind its piece."""
+    scheduler = Scheduler(ADMISSION_RULES.get("chunked")(), PrefixCache(100, 4, 8), 8, 20, chunk=12, grain=8)
+    cached, long = make("a", 20), make("b", 24)
+    long.prompt_token_ids = (2,) * 24
+    scheduler.add(cached)
+    while scheduler.running or scheduler.waiting:
+        plan = scheduler.schedule()
+        for request in {*plan.prefills, *plan.decodes} - {scheduler.partial}:
+            scheduler.blocks.register("a", request.tokens_between, 20, request.prefix_key)
+            request.append(7)
+        scheduler.retire_finished()
+    rest = make("c", 18)
+    scheduler.add(long)
+    scheduler.add(rest)
+    for pieces, partial in (({long: (0, 8)}, long), ({long: (8, 16)}, long), ({long: (16, 24), rest: (16, 18)}, None)):
+        assert scheduler.schedule().pieces == pieces
+        assert scheduler.partial is partial
