@@ -172,10 +172,12 @@ class Overlap:
 
         One that hit blocks of other weights is queued again.
         """
+        others = []
         for request in plan.prefills:
             expected, request.prefix_key = request.prefix_key, self._scheduler.key_of(request, True)
             if request.hit and request.prefix_key != expected:
-                self._scheduler.requeue(request)
+                others.append(request)
+        self._requeue(others)
         return plan.only(self._scheduler.running)
 
     def _activate(self, plan: StepPlan, failed: list[RequestState]) -> StepPlan:

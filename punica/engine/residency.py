@@ -227,7 +227,7 @@ class AdapterResidency:
             if (self._reads_beside and not waits and not reading.done()) or reading.exception() is not None:
                 return None
             lora = reading.result()
-        start = _activation_of(request, lora)
+        start = _activation_of(request, lora) if request.weights is None else request.activation
         return base if start is None else PrefixKey(start, lora.content_hash(), base.salt)
 
     def is_resident(self, request: RequestState) -> bool:

@@ -189,7 +189,7 @@ def test_other_weights_under_the_same_name_never_hit(backbone, tmp_path) -> None
 
 
 def test_a_hit_of_other_weights_than_were_loaded_then_is_given_back(backbone, monkeypatch) -> None:
-    engine, prompt = backbone.engine(prefix_cache=True, block_size=4), PREFIX[:21]
+    engine, prompt = backbone.engine("fcfs_many", prefix_cache=True, block_size=4), PREFIX[:21]
     first = engine.add_request(Request("a", prompt, 2, backbone.adapters[1]))
     finish(engine)
     key_of = engine.scheduler.key_of
@@ -197,9 +197,13 @@ def test_a_hit_of_other_weights_than_were_loaded_then_is_given_back(backbone, mo
         engine.scheduler, "key_of",
         lambda request, waits: first.prefix_key if request.weights is None else key_of(request, waits),
     )  # fmt: skip
-    (tokens,), steps = run(engine, Request("b", prompt, 4, backbone.adapters[2]))
-    assert tokens == backbone.generate_merged(prompt, 2, 4)
-    assert len(steps) == 5, "one without a request"
+    requests = [Request(name, prompt, 4, backbone.adapters[2]) for name in "bc"]
+    states = [engine.add_request(request) for request in requests]
+    engine.step()
+    assert [*engine.scheduler.waiting] == states, "without a request, in their order"
+    _, steps = run(engine)
+    assert [state.output_token_ids for state in states] == [backbone.generate_merged(prompt, 2, 4)] * 2
+    assert len(steps) == 4
 
 
 def test_free_blocks_are_never_read(backbone) -> None:
