@@ -125,7 +125,8 @@ class Engine(Generation):
             config.prompt_grain,
         )
         if self._residency is not None:
-            self.scheduler.key_of = self._residency.prefix_key
+            if config.prefix_cache:
+                self.scheduler.key_of = self._residency.prefix_key
             self.scheduler.on_leave, self.scheduler.is_resident = self._residency.release, self._residency.is_resident
             self.scheduler.is_loaded = self._residency.is_loaded
         self._overlap = Overlap(self.runner, self.scheduler, self._residency, config.adapter_index_rule)

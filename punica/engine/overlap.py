@@ -18,7 +18,7 @@ from punica.engine.requests import StepStatistics
 from punica.engine.residency import AdapterResidency
 from punica.engine.runner import InFlight, ModelRunner
 from punica.engine.sampler import NO_TOKEN
-from punica.scheduling import PrefixCache, RequestState, RequestStatus, Scheduler, StepLayout, StepPlan, lay_out
+from punica.scheduling import RequestState, RequestStatus, Scheduler, StepLayout, StepPlan, lay_out
 
 
 class BegunStep(NamedTuple):
@@ -69,7 +69,7 @@ class Overlap:
             failed += self._fail_unschedulable(pinned)
         try:
             plan = self._activate(plan, failed)
-            if plan.prefills and isinstance(self._scheduler.blocks, PrefixCache):
+            if plan.prefills and self._scheduler.blocks.is_shared:
                 plan = self._with_keys(plan)
             slots, uses = None, 0
             if self._residency is not None:
@@ -144,8 +144,6 @@ class Overlap:
         None of a row that holds NaN. Under batch invariance those of prompts alone: bits of decode rows differ.
         """
         blocks = self._scheduler.blocks
-        if not isinstance(blocks, PrefixCache):
-            return
         for request, span, token in zip(layout.requests, layout.spans, tokens, strict=True):
             if span.length == 1 and span.kv_length % blocks.block_size:
                 continue

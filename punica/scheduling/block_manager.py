@@ -8,9 +8,13 @@ if that is free. A new owner starts in the middle of the largest gap: it and its
 """
 
 import re
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar
 
 from punica.checks import check_count
+
+Tokens = Callable[[int, int], tuple[int, ...]]
+"""Tokens ``[first, end)`` of a request."""
 
 _FREE_RUN = re.compile(rb"\x00+")
 
@@ -18,8 +22,13 @@ _FREE_RUN = re.compile(rb"\x00+")
 class BlockManager:
     """Allocator of ``num_blocks`` blocks of ``block_size`` tokens.
 
-    ``reserve`` grants all blocks asked for or none: when blocks run out, the scheduler preempts a request.
+    ``reserve`` grants all blocks asked for or none: when blocks run out, the scheduler preempts a request. The methods
+    from ``find`` to ``take_counts`` do something in a :class:`PrefixCache` only.
+
+    ``is_shared``: blocks are found again by their tokens, so a request keeps its own until its last token is read.
     """
+
+    is_shared: ClassVar[bool] = False
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = check_count("num_blocks", num_blocks)
@@ -64,8 +73,22 @@ class BlockManager:
             self._used[block] = 0
         self.num_free += len(table)
 
+    def find(self, tokens: Tokens, most: int, key: Any) -> list[int]:
+        """Return the registered blocks of a request's first tokens, at most ``most`` of them."""
+        return []
+
+    def num_owned(self, blocks: Sequence[int]) -> int:
+        """Count those of these blocks that have an owner, so that another one takes no free block."""
+        return 0
+
+    def adopt(self, owner: Hashable, hit: Sequence[int], num_tokens: int) -> None:
+        """Begin the table of a new owner, of ``num_tokens`` tokens, with registered blocks."""
+
+    def register(self, owner: Hashable, tokens: Tokens, num_tokens: int, key: Any) -> None:
+        """Register the full blocks of an owner's first ``num_tokens`` tokens, which are computed."""
+
     def take_counts(self) -> dict[str, int]:
-        """Return what a prefix cache has counted since the last call, by field of ``StepStatistics``; nothing here."""
+        """Return what was counted since the last call, by field of ``StepStatistics``."""
         return {}
 
     def _next_block(self, table: list[int], needed: int) -> int:

@@ -11,13 +11,10 @@ was free longest is evicted first, and of one request the last block before the 
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from punica.scheduling.block_manager import BlockManager
-
-Tokens = Callable[[int, int], tuple[int, ...]]
-"""Tokens ``[first, end)`` of a request."""
+from punica.scheduling.block_manager import BlockManager, Tokens
 
 
 class PrefixKey(NamedTuple):
@@ -51,6 +48,8 @@ class PrefixCache(BlockManager):
     ``grain``: hits are a multiple of this number of tokens. Hits and misses are counted in tokens of new owners.
     """
 
+    is_shared = True
+
     def __init__(self, num_blocks: int, block_size: int, grain: int = 1) -> None:
         super().__init__(num_blocks, block_size)
         self._grain = grain
@@ -63,7 +62,6 @@ class PrefixCache(BlockManager):
         self._counts = Counter[str]()
 
     def find(self, tokens: Tokens, most: int, key: PrefixKey) -> list[int]:
-        """Return the registered blocks of a request's first tokens, at most ``most`` of them."""
         found: list[int] = []
         serial, size = 0, self.block_size
         for end in range(size, most + 1, size):
@@ -77,11 +75,9 @@ class PrefixCache(BlockManager):
         return found
 
     def num_owned(self, blocks: Sequence[int]) -> int:
-        """Count those of these blocks that have an owner, so that another one takes no free block."""
         return sum(self._owners[block] > 0 for block in blocks)
 
     def adopt(self, owner: Hashable, hit: Sequence[int], num_tokens: int) -> None:
-        """Begin the table of a new owner, of ``num_tokens`` tokens, with registered blocks."""
         for block in hit:
             if not self._owners[block]:
                 del self._idle[block]
@@ -93,10 +89,7 @@ class PrefixCache(BlockManager):
         self._counts.update(num_hit_tokens=hits, num_missed_tokens=num_tokens - hits)
 
     def register(self, owner: Hashable, tokens: Tokens, num_tokens: int, key: PrefixKey) -> None:
-        """Register the full blocks of an owner's first ``num_tokens`` tokens, which are computed.
-
-        Blocks that another request computed and registered meanwhile stay the owner's alone.
-        """
+        # blocks that another request computed and registered meanwhile stay the owner's alone
         table, (number, serial), size = self._tables[owner], self._chains[owner], self.block_size
         for index in range(number, num_tokens // size):
             end = (index + 1) * size

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from punica.scheduling.admission import AdmissionRule, IsResident
 from punica.scheduling.block_manager import BlockManager
-from punica.scheduling.prefix_cache import PrefixCache, PrefixKey
+from punica.scheduling.prefix_cache import PrefixKey
 from punica.scheduling.request import RequestState, RequestStatus
 
 
@@ -59,8 +59,8 @@ class Scheduler:
 
     Optional hooks: ``on_leave`` is called with every request that left both queue and batch. ``is_resident`` tells
     rules which adapters are in a slot. ``is_loaded`` keeps a request queued while its adapter's files are being read.
-    ``key_of`` tells what keys and values of a request depend on beside its tokens; ``None``: not known yet, though its
-    files were waited for if the second argument asks for that.
+    ``key_of``, for a prefix cache, tells what keys and values of a request depend on beside its tokens; ``None``: not
+    known yet, though its files were waited for if the second argument asks for that.
 
     ``partial``: the running request whose prompt is not computed whole. It joined last.
     """
@@ -120,7 +120,7 @@ class Scheduler:
 
         A prefix cache keeps the blocks until that token is read, as it registers no others.
         """
-        if isinstance(self.blocks, PrefixCache):
+        if self.blocks.is_shared:
             self.running.remove(request)
         else:
             self._drop(request)
@@ -183,7 +183,7 @@ class Scheduler:
     def _drop(self, request: RequestState) -> None:
         if request in self.leaving:
             self.leaving.remove(request)
-            if not isinstance(self.blocks, PrefixCache):
+            if not self.blocks.is_shared:
                 return
         else:
             self.running.remove(request)
@@ -228,7 +228,7 @@ class Scheduler:
             request = self.rule.candidate(self.waiting, self.is_resident)
             if not self._has_place(request, admitted, pinned):
                 break
-            hit = self._hit(request, self.blocks) if isinstance(self.blocks, PrefixCache) else ()
+            hit = self._hit(request)
             first = len(hit) * self.blocks.block_size
             end = self._end_of_piece(request, first, left)
             if not (first < end <= first + self.max_tokens - num_rows and self._may_start(request, hit)):
@@ -237,8 +237,7 @@ class Scheduler:
             for earlier in itertools.islice(self.waiting, place):
                 earlier.overtaken += 1
             del self.waiting[place]
-            if isinstance(self.blocks, PrefixCache):
-                self.blocks.adopt(request.request_id, hit, request.num_tokens)
+            self.blocks.adopt(request.request_id, hit, request.num_tokens)
             self.blocks.reserve(request.request_id, self._tokens_to_reserve(request))
             request.status = RequestStatus.RUNNING
             self.running.append(request)
@@ -265,12 +264,12 @@ class Scheduler:
             self.partial = request if end < request.num_tokens else None
         return end - first
 
-    def _hit(self, request: RequestState, blocks: PrefixCache) -> Sequence[int]:
+    def _hit(self, request: RequestState) -> Sequence[int]:
         """Return the cached blocks that a waiting request begins with; its last token is computed in any case."""
         request.prefix_key = self.key_of(request, not (self.running or self.leaving))
         if request.prefix_key is None:
             return ()
-        return blocks.find(request.tokens_between, request.num_tokens - 1, request.prefix_key)
+        return self.blocks.find(request.tokens_between, request.num_tokens - 1, request.prefix_key)
 
     def _has_place(self, candidate: RequestState, admitted: list[RequestState], pinned: Collection[int]) -> bool:
         return (
@@ -290,7 +289,5 @@ class Scheduler:
     def _has_blocks(self, candidate: RequestState, hit: Sequence[int]) -> bool:
         """Check for blocks; in a batch with one spare per request, without which it would be preempted right away."""
         spare = len(self.running) + 1 if self.running and not self.rule.inseparable else 0
-        needed = self.blocks.blocks_for(self._tokens_to_reserve(candidate)) + spare
-        if isinstance(self.blocks, PrefixCache):
-            needed -= self.blocks.num_owned(hit)
-        return needed <= self.blocks.num_free
+        needed = self.blocks.blocks_for(self._tokens_to_reserve(candidate)) - self.blocks.num_owned(hit)
+        return needed + spare <= self.blocks.num_free
