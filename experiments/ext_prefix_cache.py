@@ -16,19 +16,27 @@ invocation, 16 tokens, and 32 to generate. Contexts are drawn anew for each.
     pipeline      from the context's arrival to the last token
     blocks        most in use while adapters run
 
+Panels `trace` (with `figure.trace=FILE`, Mooncake's conversation trace, arXiv 2407.00079): `hit_rate` of the library's
+cache with room for `seq_len` tokens, simulated. Each prompt draws its adapter
+by popularity, as where the turns of a conversation go to different ones.
+
 Weights are random and positions go beyond those that a model was made for, which changes no time. Cost at scale=laptop:
 20 seconds on two cores, 1 GB; on an H200 three minutes, 100 GB.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main, sampled
+from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import model_settings
 from experiments.harness.resume import givers_first
 from experiments.harness.schema import Count, Counts
+from experiments.workload import drawn_adapters
+from experiments.workload.traces import BLOCK_TOKENS, read_mooncake
 
 if TYPE_CHECKING:
     from experiments.benches.pipelines import Pipelines
@@ -36,13 +44,19 @@ if TYPE_CHECKING:
 SYSTEMS = ("recompute", "plain_lora_cached", "activated_cached")
 
 
+TRACE = "trace"
+
+
 class PrefixConf(FigureConf):
-    """Contexts, adapters, and the pipelines of a point."""
+    """Contexts, adapters, and the pipelines of a point; the trace."""
 
     contexts: Counts
     adapters: Counts
     pipelines: Count
     cache_tokens: Count  # of keys and values
+    trace: Path | None = None
+    trace_adapters: Count
+    trace_tokens: Counts  # that the simulated caches have room for
     sizes: dict[str, Any]  # what depends on the scale
 
 
@@ -50,7 +64,7 @@ class PrefixCache(Experiment):
     """First tokens, pipelines and blocks by adapters (the panels), context and system."""
 
     name, figure, order, conf = "ext_prefix_cache", "ext prefix cache", 295, PrefixConf
-    reads = ("model", "adapters.ranks", "adapters.seed")
+    reads = ("model", "workload", "adapters.ranks", "adapters.seed")
     clock, drawn_by = "host_clock", "extensions.draw_prefix_cache"
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
@@ -62,7 +76,15 @@ class PrefixCache(Experiment):
             "model": model_settings(cfg.model), "seed": cfg.adapters.seed, "pipelines": figure.pipelines,
             "cache_tokens": figure.cache_tokens, "largest": [max(figure.contexts), max(figure.adapters)],
         }  # fmt: skip
-        return [
+        of_trace = {**_trace(figure), "seed": cfg.adapters.seed}
+        traced = [
+            Point(TRACE, system, workload, seq_len=tokens, settings=of_trace)
+            for workload in cfg.workload.names
+            for tokens in figure.trace_tokens
+            for system in cfg.system.names
+            if figure.trace and system != "recompute"
+        ]
+        return traced + [
             Point(f"adapters: {adapters}", system, "", cfg.model.name, adapters, context, rank, settings)
             for adapters in figure.adapters
             for context in figure.contexts
@@ -74,7 +96,10 @@ class PrefixCache(Experiment):
         return givers_first(points, lambda point: SYSTEMS.index(point.system))
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        figure, bench = cast(PrefixConf, cfg.figure), self._bench(cfg)
+        figure = cast(PrefixConf, cfg.figure)
+        if point.panel == TRACE:
+            return [_hits(figure, point)]
+        bench = self._bench(cfg)
         adapters, context = cast(int, point.batch_size), cast(int, point.seq_len)
         seed = cfg.adapters.seed + 1000 * context + 10_000_000 * point.repeat
         bench.check(point.system, context, adapters, seed)
@@ -91,6 +116,27 @@ class PrefixCache(Experiment):
         figure, rank, seed = cast(PrefixConf, cfg.figure), cfg.adapters.ranks[0], cfg.adapters.seed
         sizes = tuple(figure.contexts), max(figure.adapters), rank, seed, figure.cache_tokens
         return self.kept((cfg.model.name, *sizes), lambda: Pipelines(cfg.model, cfg.hardware.device, *sizes))
+
+
+def _trace(figure: PrefixConf) -> dict[str, Any]:
+    """Return what decides hits. `ConfigError`: the trace cannot be read."""
+    if figure.trace is None:
+        return {}
+    try:
+        content = figure.trace.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"figure.trace={figure.trace} cannot be read ({error}): choose another, or none") from None
+    return {"trace": hashlib.sha256(content).hexdigest()[:12], "adapters": figure.trace_adapters}
+
+
+def _hits(figure: PrefixConf, point: Point) -> Reading:
+    from experiments.simulator.prefix_hits import hit_rate
+
+    prompts = read_mooncake(cast(Path, figure.trace))
+    adapters = drawn_adapters(point.workload, figure.trace_adapters, len(prompts), point.settings["seed"]).tolist()
+    capacity = cast(int, point.seq_len) // BLOCK_TOKENS
+    rate = hit_rate(prompts, adapters, capacity, activated=point.system == "activated_cached")
+    return Reading("hit_rate", rate, "share", kind="simulated", cost_model="no time: blocks of a prefix cache")
 
 
 EXPERIMENT = PrefixCache()

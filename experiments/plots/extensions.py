@@ -82,6 +82,8 @@ def draw_prefix_cache(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
                 ratio = lines["recompute"] / lines["activated_cached"]
                 style.corner(axis, f"{ratio.min():.1f} to {ratio.max():.1f} times sooner")
 
+    timed = rows[rows["panel"] != "trace"]  # hit rates are findings
+    rows = rows if timed.empty else timed
     labels = "first token of\na turn (ms)", "pipeline (ms)", "blocks in use"
     return _drawn(rows, "Adapters that continue a context", column, labels, x_label="tokens of context")
 

@@ -3,6 +3,7 @@
     popularity.py       who asks for which adapter, always or over time
     lengths.py          how much: tokens of prompts and outputs
     arrivals.py         when
+    traces.py           production's own, from files
 
 >>> from experiments.workload import popularity, released_lengths
 >>> popularity("Skewed").group_sizes(8)
