@@ -98,7 +98,8 @@ class _RankSharded(_FullySharded):
         return lora_a[self.tp_rank * width : (self.tp_rank + 1) * width]
 
     def _join(self, h: Tensor) -> Tensor:
-        return tensor_model_parallel_all_gather(h)
+        is_cut = self.lora_a_stacked[0].shape[-2] != self.lora_b_stacked[0].shape[-1]  # a subclass may keep A whole
+        return tensor_model_parallel_all_gather(h) if is_cut else h
 
 
 class ColumnParallelLinearWithShardedLoRA(_RankSharded, ColumnParallelLinearWithLoRA):

@@ -304,6 +304,23 @@ def test_a_step_without_adapters_has_no_collective(lora_class, build, width, slo
     assert group.sent == []
 
 
+def test_the_gather_is_left_out_where_a_is_not_cut() -> None:
+    """A subclass may keep A whole on every rank: its shrink already has all ranks."""
+
+    class WholeA(ColumnParallelLinearWithShardedLoRA):
+        def _slot_shapes(self, max_rank):
+            return ColumnParallelLinearWithLoRA._slot_shapes(self, max_rank)
+
+        def _slice_a(self, i, lora_a):
+            return lora_a
+
+    layer = with_example(WholeA, column(tp_rank=1, tp_size=2), config_for(max_lora_rank=4), used([2]))
+    group = Scripted(1, [torch.zeros(1, 1, 4)] * 2)
+    with tensor_parallel(group):
+        assert layer(X)[0].tolist() == [2, 4, 4]
+    assert group.sent == []
+
+
 @pytest.mark.parametrize(
     ("lora_class", "build"),
     [(QKVParallelLinearWithShardedLoRA, qkv), (RowParallelLinearWithShardedLoRA, row)],
