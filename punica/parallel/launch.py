@@ -67,7 +67,9 @@ def init_tensor_parallel(
 
 
 def _from_environment(name: str, default: int | None = None) -> int:
-    value = os.environ.get(name) or str(default)
+    value = os.environ.get(name) or ("" if default is None else str(default))
+    if not value:
+        raise RuntimeError(f"environment variable {name} is not set; {TORCHRUN_HINT}, or pass rank and world_size")
     if not value.isdecimal():
         raise RuntimeError(f"environment variable {name} must be an integer >= 0, got {value}; {TORCHRUN_HINT}")
     return int(value)

@@ -130,8 +130,8 @@ FOUR = {"init_method": "file:///nobody/waits/here", "world_size": 4, "rank": 0, 
 @pytest.mark.parametrize(
     ("arguments", "environment", "error", "message"),
     [
-        pytest.param({}, {}, RuntimeError, "WORLD_SIZE", id="no-env"),
-        pytest.param({"init_method": "tcp://a:1"}, {"WORLD_SIZE": "2"}, RuntimeError, " RANK", id="tcp-no-rank"),
+        pytest.param({}, {}, RuntimeError, "WORLD_SIZE is not set", id="no-env"),
+        pytest.param({"init_method": "tcp://a:1"}, {"WORLD_SIZE": "2"}, RuntimeError, " RANK is not", id="tcp-no-rank"),
         pytest.param({**FOUR, "rank": 4}, {}, ValueError, "rank is 4.* 4", id="rank-high"),
         pytest.param({**FOUR, "world_size": 0}, {}, ValueError, "world_size is 0", id="no-world"),
         pytest.param({**FOUR, "rank": None}, {"RANK": "one"}, RuntimeError, "RANK .* one", id="rank-text"),
