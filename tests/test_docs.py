@@ -106,6 +106,16 @@ def test_python_blocks_run_as_written(page: str) -> None:
         assert len(set(tokens)) == 4, "the adapters make no difference"
 
 
+def test_files_that_pages_name_exist() -> None:
+    """But those that a page about extensions has its reader write."""
+    named = {
+        file for page in LINKING if page.name not in ("CHANGELOG.md", "extending.md")
+        for file in re.findall(r"`((?:tests|punica|experiments)/[\w/]+\.\w+)`", page.read_text(encoding="utf-8"))
+    } | set(re.findall(r"`(tests/[\w/]+\.py)`", (DOCS / "extending.md").read_text(encoding="utf-8")))  # fmt: skip
+    assert len(named) > 20
+    assert [file for file in sorted(named) if not (ROOT / file).exists()] == []
+
+
 def test_every_experiment_has_a_row() -> None:
     text = (DOCS / "running.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| [^|]+ \| `(\w+)` \|", text, flags=re.MULTILINE)

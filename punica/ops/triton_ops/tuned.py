@@ -1,4 +1,4 @@
-"""Schedules that were measured on a GPU, for single operators: ``tuned/<gpu>.json``, written by `make tune`.
+"""Schedules that were measured on a GPU, for single operators: ``tuned/<gpu>.json``.
 
 A table is sparse: it holds the operators of layers, in 16 bits, for which a search found a schedule that is faster than
 the estimate's (`schedules`). A key names an operator and a step as far as they select a schedule, with rows rounded up
