@@ -81,7 +81,7 @@ class Overlap:
             scheduled = time.perf_counter()
             in_flight = self._runner.launch(layout, before)
         except BaseException:
-            self._take_back(plan)
+            self._scheduler.take_back(plan.prefills, plan.pieces)
             raise
         return BegunStep(plan, in_flight, uses, scheduled)
 
@@ -133,10 +133,11 @@ class Overlap:
         A prompt that earlier steps began keeps their rows.
         """
         first, *later = steps
-        for step in reversed(later):
-            self._take_back(None if step is None else step.plan)
+        for step in filter(None, reversed(later)):
+            self._scheduler.take_back(step.plan.prefills, step.plan.pieces)
         self._requeue(self._scheduler.leaving)
-        self._take_back(None if first is None else first.plan)
+        if first is not None:
+            self._scheduler.take_back(first.plan.prefills, first.plan.pieces)
 
     def register(self, layout: StepLayout, tokens: Sequence[int]) -> None:
         """Register the blocks that a step has filled in a prefix cache, before requests leave with it.
@@ -212,17 +213,6 @@ class Overlap:
             f"RuntimeError: no slot for adapter {head.adapter_id}: all {len(pinned)} slots were pinned, for adapters "
             f"{sorted(pinned)}, while the request waited; call manager.unpin_adapter and ask again",
         )
-
-    def _take_back(self, plan: StepPlan | None) -> None:
-        """Queue the prompts of a step again; one of which former steps computed a part stays, without this piece."""
-        if plan is None:
-            return
-        for request in reversed(plan.prefills):
-            first, _ = plan.pieces.get(request, (0, 0))
-            if first > request.hit and request in self._scheduler.running:
-                self._scheduler.rewind(request, first)
-            else:
-                self._requeue([request])
 
     def _requeue(self, requests: Iterable[RequestState]) -> None:
         """Queue requests again whose keys and values are not cached, or whose tokens are lost; in their order."""

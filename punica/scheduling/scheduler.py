@@ -111,9 +111,22 @@ class Scheduler:
                 partial, partial.computed, self._end_of_piece(partial, partial.computed, left), pieces
             )
             prefills, num_rows, left = [partial], num_rows - 1 + rows, left - rows
-        if self.waiting:
-            prefills += self._admit(num_rows, pinned, pieces, left)
+        try:
+            if self.waiting:
+                self._admit(num_rows, pinned, prefills, pieces, left)
+        except BaseException:  # e.g. an interrupt while a hook reads or hashes an adapter
+            self.take_back(prefills, pieces)
+            raise
         return StepPlan(tuple(prefills), decoding, idle, tuple(preempted), pieces)
+
+    def take_back(self, prefills: Sequence[RequestState], pieces: Mapping[RequestState, tuple[int, int]]) -> None:
+        """Queue the prompts of a step again; one of which former steps computed a part stays, without this piece."""
+        for request in reversed(prefills):
+            first, _ = pieces.get(request, (0, 0))
+            if request in self.running and first > request.hit:
+                request.computed, self.partial = first, request
+            elif request in self.running or request in self.leaving:
+                self.requeue(request)
 
     def leave(self, request: RequestState) -> None:
         """Free place and blocks of a request whose last token is being computed, until it is retired or requeued.
@@ -125,10 +138,6 @@ class Scheduler:
         else:
             self._drop(request)
         self.leaving.append(request)
-
-    def rewind(self, request: RequestState, first: int) -> None:
-        """Compute a running prompt again from token ``first`` on; those before are cached."""
-        request.computed, self.partial = first, request
 
     def has_slots_beside(self, num_ending: int, pinned: Collection[int]) -> bool:
         """Check that those who may join have slots while ``num_ending`` running requests still have theirs."""
@@ -220,13 +229,13 @@ class Scheduler:
         return preempted
 
     def _admit(
-        self, num_rows: int, pinned: Collection[int], pieces: dict[RequestState, tuple[int, int]], left: int | None
-    ) -> list[RequestState]:
+        self, num_rows: int, pinned: Collection[int], prefills: list[RequestState],
+        pieces: dict[RequestState, tuple[int, int]], left: int | None,
+    ) -> None:  # fmt: skip
         """Admit from the queue to a step of ``num_rows`` rows; ``left``: rows for prompts (None: no limit)."""
-        admitted: list[RequestState] = []
         while self.waiting and self.partial is None:  # nobody overtakes a prompt under way
             request = self.rule.candidate(self.waiting, self.is_resident)
-            if not self._has_place(request, admitted, pinned):
+            if not self._has_place(request, prefills, pinned):
                 break
             hit = self._hit(request)
             first = len(hit) * self.blocks.block_size
@@ -241,11 +250,10 @@ class Scheduler:
             self.blocks.reserve(request.request_id, self._tokens_to_reserve(request))
             request.status = RequestStatus.RUNNING
             self.running.append(request)
-            admitted.append(request)
+            prefills.append(request)
             request.hit = first
             rows = self._take_piece(request, first, end, pieces)
             num_rows, left = num_rows + rows, None if left is None else left - rows
-        return admitted
 
     def _end_of_piece(self, request: RequestState, first: int, left: int | None) -> int:
         """Return the end of the tokens from ``first`` on that fit into ``left`` rows; at most ``first``: none do."""

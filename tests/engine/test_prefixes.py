@@ -2,12 +2,12 @@
 
 import pytest
 
-from punica.adapters import LoRARequest, write_random_adapter
+from punica.adapters import LoRAModel, LoRARequest, write_random_adapter
 from punica.engine import Engine, EngineConfig, Request
 from punica.engine.runner import ModelRunner
 from punica.parallel import spawn_tensor_parallel
 from punica.scheduling import SamplingParams
-from tests.world import finish, tokens_of
+from tests.world import are_served, finish, tokens_of
 
 PREFIX = tuple(range(40, 72))
 
@@ -204,6 +204,27 @@ def test_a_hit_of_other_weights_than_were_loaded_then_is_given_back(backbone, mo
     _, steps = run(engine)
     assert [state.output_token_ids for state in states] == [backbone.generate_merged(prompt, 2, 4)] * 2
     assert len(steps) == 4
+
+
+@pytest.mark.parametrize(
+    ("admission", "sizes"), [("fcfs_many", {}), ("chunked", {"prefill_chunk": 8})], ids=["joined", "under way"]
+)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_interrupt_while_an_adapter_is_hashed(backbone, monkeypatch, ahead, admission, sizes) -> None:
+    """It meets the queue's second request, where the first has joined, or its prompt's next piece is planned."""
+    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
+    engine = backbone.engine(admission, prefix_cache=True, block_size=4, **sizes)
+    engine.manager.add_adapter(backbone.adapters[1])
+    first = engine.add_request(Request("a", PREFIX[:13], 5))
+    if sizes:
+        engine.step()
+    second = engine.add_request(Request("b", PREFIX[:9], 5, backbone.adapters[1]))
+    with monkeypatch.context() as patched:
+        patched.setattr(LoRAModel, "content_hash", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            finish(engine)
+    finish(engine)
+    assert are_served(backbone, first, second)
 
 
 def test_free_blocks_are_never_read(backbone) -> None:
