@@ -52,8 +52,6 @@ for _entry in (
     System("punica", figures=(FIG11, FIG12, LOAD, MANY), paper=("Punica", "Punica layer with LoRA"),
            colour=0, marker="o"),
     System("punica_many", admission="fcfs_many", figures=(LOAD,), colour=9, marker="P"),
-    *(System(f"punica_chunk_{rows}", admission="chunked", chunk=rows, figures=(LOAD,),
-             label=f"punica, {rows} rows of prompts") for rows in (128, 256, 512, 1024, 2048)),
     System("punica_resident_first", admission="resident_first", figures=(MANY,), colour=4, marker="D"),
     System("punica_sharded", "experiments.systems.engine_systems.Sharded", figures=(FIG12,), colour=0, shade=0.6),
     System("continuous_batching", admission="single_adapter", figures=(FIG11, FIG12, LOAD), lora=False,
@@ -69,6 +67,9 @@ for _entry in (
     System("punica_static", admission="static_mixed", figures=(FIG11,), colour=0, marker="*", shade=0.6),
     System("punica_last_admitted", "experiments.systems.engine_systems.LastAdmitted", figures=(FIG11,), exact=False,
            colour=9, marker="X", shade=0.3),
+    *(System(f"punica_chunk_{rows}", admission="chunked", chunk=rows, figures=(LOAD,), colour=9, shade=shade,
+             marker=marker, label=f"punica, {rows} rows of prompts")
+      for rows, shade, marker in zip((128, 256, 512, 1024, 2048), (0.2, 0.35, 0.5, 0.65, 0.8), "dp<>h", strict=True)),
 ):  # fmt: skip
     SYSTEMS.register(_entry.name)(_entry)
 

@@ -52,7 +52,8 @@ class Look(NamedTuple):
         return cls(colour, marker or "osD^vPX"[place % 7], _HATCHES[place % len(_HATCHES)])
 
 
-_HATCHES = ("", "/////", "\\\\\\\\\\", "xxxxx", ".....", "|||||", "-----", "+++++", "ooo", "OO", "**")
+_HATCHES = ("", "/////", "\\\\\\\\\\", "xxxxx", ".....", "|||||", "-----", "+++++", "ooo", "OO", "**",
+            "//oo", "||..", "xx..", "--oo", "++..")  # fmt: skip
 # the i-th entry of a group gets the i-th colour, marker and hatch; names in one tuple are one thing
 _GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("SGMV",), ("Loop",), ("Gather-BMM",), ("BMM",), ("Gather",), ("backbone X@W",), ("grouped_mm", "SGMV expand")),
