@@ -144,6 +144,8 @@ class RequestState:
     def tokens_between(self, first: int, end: int) -> tuple[int, ...]:
         """Return ``token_ids[first:end]``."""
         behind = len(self.prompt_token_ids)
+        if end <= behind:
+            return self.prompt_token_ids[first:end]
         output = self.output_token_ids[max(0, first - behind) : max(0, end - behind)]
         return (*self.prompt_token_ids[first:end], *output)
 
