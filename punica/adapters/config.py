@@ -286,16 +286,19 @@ class PEFTHelper:
         return found
 
     def disagreement(self, modules: Iterable[str]) -> str | None:
-        """Describe names in `target_modules` without a tensor in the adapted `modules`; `None` if there are none, or if
-        other settings could explain them.
+        """Describe names in `target_modules` without a tensor in the adapted `modules`, and modules that it leaves out;
+        `None` if there are none, or if other settings could explain them.
         """
         targets = self.target_modules
         if not isinstance(targets, list) or self.target_parameters or self.exclude_modules:
             return None
         wanted = set(targets)
-        found = (wanted.intersection(name[start:] for start in starts_of_parts(name)) for name in modules)
-        unused = sorted(wanted.difference(*found))
-        return f"target_modules are {clip(targets)}, but there are no tensors for {clip(unused)}" if unused else None
+        found = {name: wanted.intersection(name[start:] for start in starts_of_parts(name)) for name in modules}
+        unused = sorted(wanted.difference(*found.values()))
+        others = sorted(name for name, matched in found.items() if not matched)
+        told = [f"there are no tensors for {clip(unused)}"] if unused else []
+        told += [f"there are tensors for {clip(others)}, which are served and which PEFT ignores"] if others else []
+        return f"target_modules are {clip(targets)}, but {', and '.join(told)}" if told else None
 
 
 def _check_alpha(name: str, value: object) -> None:

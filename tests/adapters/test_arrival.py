@@ -44,6 +44,13 @@ def test_targets_without_tensors_are_named(make_manager, tenants, recwarn, targe
     assert not found or re.search(missing, found[0])
 
 
+def test_tensors_beside_the_targets_are_named(make_manager, tenants) -> None:
+    manager = make_manager()
+    tenants.write(1, adapter_tensors(1, 4, ("q_proj", "k_proj")), target_modules=["k_proj"])
+    with pytest.warns(UserWarning, match=r"q_proj.*PEFT ignores"):
+        manager.check_adapter(tenants.request(1))
+
+
 @pytest.mark.parametrize(
     ("written", "mapper"),
     [
