@@ -115,15 +115,8 @@ class Engine(Generation):
         self.blocks = blocks_for(config)
         self.runner = ModelRunner(model, cache, self.manager, config)
         max_adapters = None if self.manager is None else self.manager.lora_slots
-        self.scheduler = Scheduler(
-            rule,
-            self.blocks,
-            config.max_batch_size,
-            max_tokens,
-            max_adapters,
-            config.prefill_chunk,
-            config.prompt_grain,
-        )
+        sizes = config.max_batch_size, max_tokens, max_adapters, config.prefill_chunk, config.prompt_grain
+        self.scheduler = Scheduler(rule, self.blocks, *sizes)
         if self._residency is not None:
             if config.prefix_cache:
                 self.scheduler.key_of = self._residency.prefix_key
