@@ -1,6 +1,7 @@
 """Hits of a prefix cache on a trace: the library's own cache over prompts one after the other, without a model."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from experiments.workload.traces import TracedPrompt
 from punica.scheduling import PrefixCache, PrefixKey
@@ -20,10 +21,15 @@ def hit_rate(prompts: Sequence[TracedPrompt], adapters: Sequence[int], capacity:
         if count > capacity:
             continue
         key = PrefixKey(count if activated else 0, str(adapter).encode(), "")
-        found = cache.find(lambda first, end, blocks=blocks: blocks[first:end], count, key)
+        tokens = partial(_between, blocks)
+        found = cache.find(tokens, count, key)
         cache.adopt(owner, found, count)
         cache.reserve(owner, count)
-        cache.register(owner, lambda first, end, blocks=blocks: blocks[first:end], count, key)
+        cache.register(owner, tokens, count, key)
         cache.release(owner)
         hits += len(found)
     return hits / max(1, all_blocks)
+
+
+def _between(blocks: tuple[int, ...], first: int, end: int) -> tuple[int, ...]:
+    return blocks[first:end]

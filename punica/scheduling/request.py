@@ -145,7 +145,7 @@ class RequestState:
         """Return ``token_ids[first:end]``."""
         behind = len(self.prompt_token_ids)
         if end <= behind:
-            return self.prompt_token_ids[first:end]
+            return tuple(self.prompt_token_ids[first:end])
         output = self.output_token_ids[max(0, first - behind) : max(0, end - behind)]
         return (*self.prompt_token_ids[first:end], *output)
 
