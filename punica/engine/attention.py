@@ -196,7 +196,8 @@ class KernelAttention:
         first = self._num_prompt_rows
         if first:
             cached = None if self._cached is None else Cached(keys, values, *self._cached, self.cache.block_size)
-            prompt_attention(output[:first], q[:first], k[:first], v[:first], self._prompt_starts, cached)
+            splits = None if self._splits is None else 1  # 1: the bits of a prompt in one piece
+            prompt_attention(output[:first], q[:first], k[:first], v[:first], self._prompt_starts, cached, splits)
         decodes = q.shape[0] - first
         if decodes:
             rows = (self._tables[:decodes], self._lengths[:decodes], self._order[:decodes])

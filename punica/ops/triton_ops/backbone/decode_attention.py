@@ -168,14 +168,24 @@ def _decode_attention_kernel(
         tl.store(out_ptr + partial[:, None] * SIZE + offs_d[None, :], mean, mask=mask & (begin < end))
 
 
+class _Parts(NamedTuple):
+    """Shape of the parts of one result: a constexpr of the kernel that adds them."""
+
+    heads: int
+    size: int
+    splits: int
+    block_d: int
+    pdl: bool
+
+
 @triton.jit
 def _combine_kernel(parts_ptr, sums_ptr, out_ptr, out_stride, SHAPE: tl.constexpr):
-    """Add the parts of one head of one request, weighted by their share of the whole sum, first to last."""
+    """Add the parts of one head of one row, weighted by their share of the whole sum, first to last."""
     SIZE: tl.constexpr = SHAPE.size
     SPLITS: tl.constexpr = SHAPE.splits
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs_d = tl.arange(0, SHAPE.block_d)
-    first = (row * (SHAPE.kv_heads * SHAPE.group) + head) * SPLITS
+    first = (row * SHAPE.heads + head) * SPLITS
     pdl_launch_then_wait(SHAPE.pdl)
     largest = tl.max(tl.load(sums_ptr + first + tl.arange(0, SPLITS)), 0)
     largest = tl.where(largest == float("-inf"), 0.0, largest)  # a request without tokens
@@ -259,10 +269,7 @@ def decode_attention(
         kv_heads, group, size, pages.block_size, splits, block_at_least(group), tokens, width,
         math.log2(math.e) / math.sqrt(size), fp8, _in_words(values), supports_pdl(q.device),
     )  # fmt: skip
-    parts, sums = out, out  # stand for what one split does not need
-    if splits > 1:
-        parts = torch.empty(requests, heads, splits, size, dtype=torch.float32, device=q.device)
-        sums = parts.new_empty(requests, heads, splits)
+    parts, sums = scratch_of_parts(out, splits) if splits > 1 else (out, out)  # stand for what one does not need
     tensors = (q, as_operand(keys), as_operand(values), *pages[:3], parts, sums)
     launch_alone(
         _decode_attention_kernel, (kv_heads, requests, splits), tensors, shape,
@@ -270,10 +277,30 @@ def decode_attention(
         counts=(pages.block_table.shape[1],),
     )  # fmt: skip
     if splits > 1:
-        launch_alone(
-            _combine_kernel, (requests, heads, 1), (parts, sums, out), shape,
-            strides=(out.stride(0),), dtypes=(out.dtype,), num_warps=1,
-        )  # fmt: skip
+        combine(out, parts, sums)
+
+
+def scratch_of_parts(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Allocate parts ``[T, H, splits, D]`` and their log-sum-exp ``[T, H, splits]``, float32, for ``out [T, H, D]``."""
+    rows, heads, size = out.shape
+    parts = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=out.device)
+    return parts, parts.new_empty(rows, heads, splits)
+
+
+def combine(out: Tensor, parts: Tensor, sums: Tensor) -> None:
+    """Add parts in ascending order, weighted by their share; of a row that no kernel wrote the result is undefined."""
+    rows, heads, splits, size = parts.shape
+    shape = _Parts(heads, size, splits, block_at_least(size), supports_pdl(out.device))
+    launch_alone(
+        _combine_kernel, (rows, heads, 1), (parts, sums, out), shape,
+        strides=(out.stride(0),), dtypes=(out.dtype,), num_warps=1,
+    )  # fmt: skip
+
+
+def check_splits(splits: int | None) -> None:
+    """ValueError: no power of two up to ``MAX_SPLITS``."""
+    if splits is not None and (splits not in range(1, MAX_SPLITS + 1) or splits & (splits - 1)):
+        raise ValueError(f"splits must be a power of two in [1, {MAX_SPLITS}], got {splits}")
 
 
 def _check(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, splits: int | None) -> None:
@@ -294,5 +321,4 @@ def _check(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, pages: Pages, s
     check_numbers(q.device, torch.int32, block_table=block_table, lengths=lengths, order=order)
     if block_size < 1 or keys.shape[0] % block_size:
         raise ValueError(f"block_size must divide the cache's {keys.shape[0]} rows, got {block_size}")
-    if splits is not None and (splits not in range(1, MAX_SPLITS + 1) or splits & (splits - 1)):
-        raise ValueError(f"splits must be a power of two in [1, {MAX_SPLITS}], got {splits}")
+    check_splits(splits)

@@ -11,9 +11,12 @@ as they are projected, before the cache rounds them.
 A program takes a tile of rows of one prompt and one head, and walks over its keys in blocks counted from the prompt's
 first row (FlashAttention-2). So a prompt has the same bits wherever its rows are and whatever prompts are beside it.
 
-The grid is (H, tiles), where tiles are the most that so many rows of so many prompts can have. Where they begin is read
-on the device: a captured graph serves all prompts that fit into its rows. Programs without a tile end at once, and of
-a prompt the last tiles, which have the most keys, begin first.
+A few rows behind a long prefix are few programs: then each of several takes a part of the cached tokens, the last one
+the own rows as well, and a second kernel adds the parts in order (as `decode_attention`).
+
+The grid is (H, tiles, splits), where tiles are the most that so many rows of so many prompts can have. Where they begin
+is read on the device: a captured graph serves all prompts that fit into its rows. Programs without a tile end at once,
+and of a prompt the last tiles, which have the most keys, begin first.
 
 torch 2.11's `varlen_attn` has no instructions of Hopper: with 32 heads of 128 on an H200, 2,048 rows take 91 us here
 and 171 there, a prompt of 512 rows in a graph of 32 takes 15 and 36.
@@ -29,6 +32,7 @@ from torch import Tensor
 
 from punica.ops.backbone import MAX_HEAD_SIZE
 from punica.ops.triton_ops.backbone.checks import check_cache, check_heads, check_numbers, check_same, check_shape
+from punica.ops.triton_ops.backbone.decode_attention import check_splits, choose_splits, combine, scratch_of_parts
 from punica.ops.triton_ops.device import accumulator, dot, max_tiles, pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
 from punica.ops.triton_ops.launch import block_at_least, launch_alone, stages_that_fit, supports_pdl
@@ -40,6 +44,7 @@ class _Shape(NamedTuple):
 
     group: queries per kv head. size: of a head. prompts: power of two >= prompts. scale: of scores, base 2.
     page: tokens of a block of the cache, 0 without. format: of cached keys and values, as of `fp8_format`.
+    splits: parts of the cached tokens.
     """
 
     group: int
@@ -53,6 +58,7 @@ class _Shape(NamedTuple):
     pdl: bool
     page: int = 0
     format: int = 0
+    splits: int = 1
 
 
 @triton.jit
@@ -142,11 +148,16 @@ def _add_cached(state, q, cached, first, end, SHAPE: tl.constexpr):
     do_not_specialize_on_alignment=["starts_ptr", "table_ptr", "lengths_ptr"],
 )
 def _prompt_attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, num_prompts, table_width,
-    stride, out_stride, cache_stride, SHAPE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, sums_ptr, num_prompts,
+    table_width, stride, out_stride, cache_stride, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one tile of rows of one prompt, and one head. ``stride``: of the rows of q, k and v."""
+    """Attend with one tile of rows of one prompt and one head, to one part of its keys. ``stride``: of the rows of q, k
+    and v. ``out``: the result [T, H, D], or of more than one part those [T, H, SPLITS, D] in float32, with their
+    log-sum-exp (base 2) ``sums`` [T, H, SPLITS].
+    """
     BLOCK_M: tl.constexpr = SHAPE.block_m
+    BLOCK_N: tl.constexpr = SHAPE.block_n
+    SPLITS: tl.constexpr = SHAPE.splits
     head = tl.program_id(0)
     found = _find_tile(tl.num_programs(1) - 1 - tl.program_id(1), starts_ptr, num_prompts, SHAPE)
     begin, end, tile, prompt = found
@@ -163,17 +174,30 @@ def _prompt_attention_kernel(
         acc = accumulator(SHAPE.block_m, SHAPE.block_d)
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        last = tl.minimum(first + BLOCK_M, end)
         if SHAPE.page > 0:
             length = tl.load(lengths_ptr + prompt)
+            part = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
+            start_of_part = tl.minimum(tl.program_id(2) * part, length)
+            end_of_part = tl.minimum(start_of_part + part, length)
             cached = (keys_ptr + kv_at, values_ptr + kv_at, cache_stride, table_ptr + prompt.to(tl.int64) * table_width)
-            for start in tl.range(0, length, SHAPE.block_n, num_stages=SHAPE.stages):
-                acc, largest, total = _add_cached((acc, largest, total), q, cached, start, length, SHAPE)
-        for start in tl.range(begin, first, SHAPE.block_n, num_stages=SHAPE.stages):
+            for start in tl.range(start_of_part, end_of_part, BLOCK_N, num_stages=SHAPE.stages):
+                acc, largest, total = _add_cached((acc, largest, total), q, cached, start, end_of_part, SHAPE)
+            if SPLITS > 1 and tl.program_id(2) < SPLITS - 1:  # own rows are the last part's
+                begin, first, last = end, end, end
+        for start in tl.range(begin, first, BLOCK_N, num_stages=SHAPE.stages):
             acc, largest, total = _add_block((acc, largest, total), q, heads, start, rows, end, SHAPE, False)
-        for start in tl.range(first, tl.minimum(first + BLOCK_M, end), SHAPE.block_n, num_stages=SHAPE.stages):
+        for start in tl.range(first, last, BLOCK_N, num_stages=SHAPE.stages):
             acc, largest, total = _add_block((acc, largest, total), q, heads, start, rows, end, SHAPE, True)
-        out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_stride + at[None, :]
-        tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+        if SPLITS == 1:
+            out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_stride + at[None, :]
+            tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+            partial = (rows.to(tl.int64) * tl.num_programs(0) + head) * SPLITS + tl.program_id(2)
+            sums = tl.where(total > 0, largest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+            tl.store(sums_ptr + partial, sums, mask=rows < end)
+            tl.store(out_ptr + partial[:, None] * SHAPE.size + offs_d[None, :], mean, mask=mask & (total > 0)[:, None])
 
 
 class Cached(NamedTuple):
@@ -192,42 +216,53 @@ class Cached(NamedTuple):
 
 
 def prompt_attention(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, cached: Cached | None = None
-) -> None:
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, cached: Cached | None = None,
+    splits: int | None = None,
+) -> None:  # fmt: skip
     """Compute causal attention within each of up to N prompts and to their cached tokens, into ``out``.
 
     Args:
-        out: ``[T, H, D]``, overwritten in the rows of prompts; rows may be apart, heads side by side.
+        out: ``[T, H, D]``, overwritten in the rows of prompts, by several parts in all; rows may be apart, heads side
+            by side.
         q: ``[T, H, D]``, rotated; float16, bfloat16 or float32; its rows as far apart as those of k and v.
         k: ``[T, Hkv, D]``; H is a multiple of Hkv, D at most 256.
         v: as ``k``.
         starts: int32 ``[N + 1]``, ascending: prompt i is rows ``[starts[i], starts[i + 1])``, which may be none.
         cached: tokens before each prompt (None: none).
+        splits: parts of the cached tokens, a power of two up to 32; ``None``: by the number of rows. Bits depend on it.
     """
     _check(out, q, k, v, starts)
     rows, heads, size = q.shape
     prompts = starts.shape[0] - 1
+    check_splits(splits)
     if cached is not None:
         _check_cached(q, k, prompts, cached)
     if not rows or not prompts:
         return
     block_m, block_n, stages, warps = _tile(size, q.element_size())
     width = block_at_least(size)
-    stages = stages_that_fit(stages, 2 * block_n * width * q.element_size(), q.device)
+    tile_bytes = 2 * block_n * width * q.element_size()
+    stages = stages_that_fit(stages, tile_bytes, q.device)
     shape = _Shape(
         heads // k.shape[1], size, block_at_least(prompts, 1), block_m, block_n, width, stages,
         math.log2(math.e) / math.sqrt(size), supports_pdl(q.device),
     )  # fmt: skip
     tensors, table_width = (k, v, starts, starts), 0  # stand for what is not read
+    parts, sums = out, out
     if cached is not None:
-        shape = shape._replace(page=cached.block_size, format=fp8_format(cached.keys.dtype))
+        splits = splits or choose_splits(max(1, rows // block_m), heads, tile_bytes, q.device)
+        shape = shape._replace(page=cached.block_size, format=fp8_format(cached.keys.dtype), splits=splits)
+        if splits > 1:
+            parts, sums = scratch_of_parts(out, splits)
         tensors = (as_operand(cached.keys), as_operand(cached.values), cached.block_table, cached.lengths)
         table_width = cached.block_table.shape[1]
     launch_alone(
-        _prompt_attention_kernel, (heads, max_tiles(rows, prompts, block_m), 1), (q, k, v, out, starts, *tensors),
-        shape, strides=(q.stride(0), out.stride(0), k.shape[1] * size),
+        _prompt_attention_kernel, (heads, max_tiles(rows, prompts, block_m), shape.splits),
+        (q, k, v, parts, starts, *tensors, sums), shape, strides=(q.stride(0), out.stride(0), k.shape[1] * size),
         dtypes=(q.dtype, None if cached is None else cached.keys.dtype), num_warps=warps, counts=(prompts, table_width),
     )  # fmt: skip
+    if shape.splits > 1:
+        combine(out, parts, sums)
 
 
 def _tile(size: int, itemsize: int) -> tuple[int, int, int, int]:
