@@ -39,6 +39,10 @@ from punica.ops.triton_ops.launch import block_at_least, launch_alone, stages_th
 from punica.ops.triton_ops.op import check_runnable
 
 
+MOST_PARTS = 4
+"""Parts of the cached tokens that are chosen at most: programs of prompts that are not there start as often."""
+
+
 class _Shape(NamedTuple):
     """Shape and schedule: a constexpr of the kernel.
 
@@ -250,7 +254,7 @@ def prompt_attention(
     tensors, table_width = (k, v, starts, starts), 0  # stand for what is not read
     parts, sums = out, out
     if cached is not None:
-        splits = splits or choose_splits(max(1, rows // block_m), heads, tile_bytes, q.device)
+        splits = splits or min(MOST_PARTS, choose_splits(max(1, rows // block_m), heads, tile_bytes, q.device))
         shape = shape._replace(page=cached.block_size, format=fp8_format(cached.keys.dtype), splits=splits)
         if splits > 1:
             parts, sums = scratch_of_parts(out, splits)
