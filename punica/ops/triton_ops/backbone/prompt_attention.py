@@ -38,7 +38,6 @@ from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
 from punica.ops.triton_ops.launch import block_at_least, launch_alone, stages_that_fit, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
-
 MOST_PARTS = 4
 """Parts of the cached tokens that are chosen at most: programs of prompts that are not there start as often."""
 
