@@ -187,7 +187,7 @@ def test_picture_is_that_of_make_reproduce(repository: Path) -> None:
     link, _ = StoredRows(repository, "cpu").figure(FIG9)
     shown = repository / "notebooks" / link.data.partition("](")[2].removesuffix(")")
     assert shown.resolve() == repository / f"figures/cpu/{FIG9.name}.png"
-    _, drawn, _ = draw(FIG9, folder / f"{FIG9.name}.csv", repository / "other", PAPER)
+    _, drawn = draw(FIG9, folder / f"{FIG9.name}.csv", repository / "other", PAPER)
     assert np.array_equal(plt.imread(shown), plt.imread(drawn))
 
 

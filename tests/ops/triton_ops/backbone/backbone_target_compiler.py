@@ -15,6 +15,7 @@ from punica.ops.quant import E4M3
 from punica.ops.scales import PER_CHANNEL, PLAIN
 from punica.ops.triton_ops import TritonOps
 from punica.ops.triton_ops.backbone import (
+    Cached,
     Pages,
     add_rms_norm,
     argmax,
@@ -65,6 +66,8 @@ def compile_case(case: dict[str, Any]) -> None:
         skinny_gemm(x[:tokens], hidden_rows[:tokens], down)
     linear(hidden_rows, down, x, bool(case.get("fp8")))
     argmax(empty(TOKENS, dtype=torch.int64), empty(TOKENS, VOCAB, dtype=dtype), -1)
+    prompts, starts = qkv.split((heads, kv_heads, kv_heads), dim=1), empty(TOKENS + 1, dtype=i32)
+    prompt_attention(out, *prompts, starts, Cached(keys, keys, table, lengths, BLOCK_SIZE), 4)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, fp8: bool) -> None:

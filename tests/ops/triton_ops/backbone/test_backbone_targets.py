@@ -33,13 +33,16 @@ def compiled(capability: int, cases: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def check(capability: int, cases: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
-    assert len(records) == sum(11 + (case["splits"] > 1) for case in cases)  # and a kernel that adds the splits
+    for case in cases:
+        launches = 13 + (case["splits"] > 1)  # and a kernel that adds the splits
+        assert len([one for one in records if one["case"] == case]) in (launches, launches + 1)  # a shrink by itself
+    early = [record for record in records if not record["form"].startswith("shrink")]  # which has a plain launch
     assert {record["target"] for record in records} == {capability}
     assert max(record["shared"] for record in records) <= SHARED_KIB[capability] << 10
     for switch in ("waits", "starts_early"):
-        assert {record[switch] for record in records} == {capability >= 90}
+        assert {record[switch] for record in early} == {capability >= 90}
     if capability >= 90:  # what is behind is there, with its weights asked for, when a short kernel ends
-        assert {record["order"][0] for record in records} == {"launch_dependents"}
+        assert {record["order"][0] for record in early} == {"launch_dependents"}
 
 
 @pytest.mark.slow
@@ -51,7 +54,7 @@ def test_a_decode_step_compiles_for_every_gpu(capability: int) -> None:
     # attention of prompts, and all over FP8, may spill some registers where they were never timed
     assert not [one["form"] for one in records[:12] if one["spilled"] and one["form"] != "prompt attention"]
     assert max(record["spilled"] for record in records) <= (0 if capability == 90 else 64)
-    assert sum(bool(record["instructions"]) for record in records) == 8  # both attentions, projections of many rows
+    assert sum(bool(record["instructions"]) for record in records) == 10  # three attentions, projections of many rows
     if capability >= 89:  # FP8 goes from shared memory to the tensor cores by words
         assert not any(record["reads_bytes"] for record in records)
 
