@@ -42,7 +42,8 @@ def check(capability: int, cases: list[dict[str, Any]], records: list[dict[str, 
     for switch in ("waits", "starts_early"):
         assert {record[switch] for record in early} == {capability >= 90}
     if capability >= 90:  # what is behind is there, with its weights asked for, when a short kernel ends
-        assert {record["order"][0] for record in early} == {"launch_dependents"}
+        behind = [record for record in early if not record["form"].startswith("expand")]  # may wait for that shrink
+        assert {record["order"][0] for record in behind} == {"launch_dependents"}
 
 
 @pytest.mark.slow
