@@ -56,7 +56,7 @@ def test_a_decode_step_compiles_for_every_gpu(capability: int) -> None:
     assert not [one["form"] for one in records[:12] if one["spilled"] and one["form"] != "prompt attention"]
     assert max(record["spilled"] for record in records) <= (0 if capability == 90 else 64)
     assert sum(bool(record["instructions"]) for record in records) == 10  # three attentions, projections of many rows
-    if capability >= 89:  # FP8 goes from shared memory to the tensor cores by words, but for values cached before a prompt
+    if capability >= 89:  # FP8 goes to the tensor cores by words, but for values cached before a prompt
         assert {record["form"] for record in records if record["reads_bytes"]} <= {"prompt attention"}
 
 
