@@ -21,7 +21,7 @@ cache with room for `seq_len` tokens, simulated. Each prompt draws its adapter
 by popularity, as where the turns of a conversation go to different ones.
 
 Weights are random and positions go beyond those that a model was made for, which changes no time. Cost at scale=laptop:
-20 seconds on two cores, 1 GB; on an H200 three minutes, 100 GB.
+40 seconds on two cores, 1 GB; on an H200 three minutes, 100 GB (expected).
 """
 
 from __future__ import annotations
