@@ -295,7 +295,8 @@ class PEFTHelper:
         wanted = set(targets)
         found = {name: wanted.intersection(name[start:] for start in starts_of_parts(name)) for name in modules}
         unused = sorted(wanted.difference(*found.values()))
-        others = sorted(name for name, matched in found.items() if not matched)
+        tied = ("embed_tokens", "lm_head")  # PEFT names one of a pair with tied weights, and saves both
+        others = sorted(name for name, matched in found.items() if not (matched or name.endswith(tied)))
         told = [f"there are no tensors for {clip(unused)}"] if unused else []
         told += [f"there are tensors for {clip(others)}, which are served and which PEFT ignores"] if others else []
         return f"target_modules are {clip(targets)}, but {', and '.join(told)}" if told else None
