@@ -130,6 +130,14 @@ def _attend(q, keys_ptr, values_ptr, table_ptr, begin, end, SHAPE: tl.constexpr)
     return acc, largest, total
 
 
+@triton.jit
+def tokens_of_part(length, part, SHAPE: tl.constexpr):
+    """Return begin and end of one of SHAPE.splits parts of ``length`` tokens, in whole tiles; the last may be empty."""
+    size = tl.cdiv(tl.cdiv(length, SHAPE.block_n), SHAPE.splits) * SHAPE.block_n
+    begin = tl.minimum(part * size, length)
+    return begin, tl.minimum(begin + size, length)
+
+
 @triton.jit(do_not_specialize=["table_width"])
 def _decode_attention_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, order_ptr, out_ptr, sums_ptr, table_width,
@@ -149,9 +157,7 @@ def _decode_attention_kernel(
     heads = kv_head * GROUP + offs_g
     mask = (offs_g < GROUP)[:, None] & (offs_d < SIZE)[None, :]
     length = tl.load(lengths_ptr + row)  # no kernel writes it, nor the order or the table
-    part = tl.cdiv(tl.cdiv(length, SHAPE.block_n), SPLITS) * SHAPE.block_n
-    begin = tl.minimum(split * part, length)
-    end = tl.minimum(begin + part, length)
+    begin, end = tokens_of_part(length, split, SHAPE)
     pdl_launch_then_wait(SHAPE.pdl)
     q = tl.load(q_ptr + row * q_stride + heads[:, None] * SIZE + offs_d[None, :], mask=mask, other=0.0)
     acc, largest, total = _attend(

@@ -32,7 +32,13 @@ from torch import Tensor
 
 from punica.ops.backbone import MAX_HEAD_SIZE
 from punica.ops.triton_ops.backbone.checks import check_cache, check_heads, check_numbers, check_same, check_shape
-from punica.ops.triton_ops.backbone.decode_attention import check_splits, choose_splits, combine, scratch_of_parts
+from punica.ops.triton_ops.backbone.decode_attention import (
+    check_splits,
+    choose_splits,
+    combine,
+    scratch_of_parts,
+    tokens_of_part,
+)
 from punica.ops.triton_ops.device import accumulator, dot, max_tiles, pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
 from punica.ops.triton_ops.launch import block_at_least, launch_alone, stages_that_fit, supports_pdl
@@ -180,9 +186,7 @@ def _prompt_attention_kernel(
         last = tl.minimum(first + BLOCK_M, end)
         if SHAPE.page > 0:
             length = tl.load(lengths_ptr + prompt)
-            part = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
-            start_of_part = tl.minimum(tl.program_id(2) * part, length)
-            end_of_part = tl.minimum(start_of_part + part, length)
+            start_of_part, end_of_part = tokens_of_part(length, tl.program_id(2), SHAPE)
             cached = (keys_ptr + kv_at, values_ptr + kv_at, cache_stride, table_ptr + prompt.to(tl.int64) * table_width)
             for start in tl.range(start_of_part, end_of_part, BLOCK_N, num_stages=SHAPE.stages):
                 acc, largest, total = _add_cached((acc, largest, total), q, cached, start, end_of_part, SHAPE)
