@@ -42,12 +42,7 @@ class KVCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         weight, shape = model.lm_head.weight, (num_blocks * block_size, model.num_kv_heads, model.head_size)
         self.dtype, self.model_dtype = (E4M3 if fp8 else weight.dtype), weight.dtype
-        need = Need(
-            f"a KV cache of {num_blocks} blocks of {block_size} tokens",
-            num_blocks * block_size * token_bytes(model, fp8=fp8),
-            "lower EngineConfig.num_blocks, max_batch_size or max_model_len",
-        )
-        check_free([need], weight.device)
+        check_free([cache_need(model, num_blocks, block_size, fp8=fp8)], weight.device)
         self.keys = [weight.new_empty(shape, dtype=self.dtype) for _ in range(model.num_layers)]
         self.values = [weight.new_empty(shape, dtype=self.dtype) for _ in range(model.num_layers)]
         self._head_first = [
@@ -83,6 +78,15 @@ def token_bytes(model: LlamaForCausalLM, *, fp8: bool = False) -> int:
     """Return the bytes of the keys and values of one token in all layers of this rank."""
     itemsize = 1 if fp8 else model.lm_head.weight.element_size()
     return 2 * model.num_layers * model.num_kv_heads * model.head_size * itemsize
+
+
+def cache_need(model: LlamaForCausalLM, num_blocks: int, block_size: int, *, fp8: bool = False) -> Need:
+    """Return what a :class:`KVCache` of these arguments takes."""
+    return Need(
+        f"a KV cache of {num_blocks} blocks of {block_size} tokens",
+        num_blocks * block_size * token_bytes(model, fp8=fp8),
+        "lower EngineConfig.num_blocks, max_batch_size or max_model_len",
+    )
 
 
 class PagedAttention:

@@ -10,13 +10,12 @@ from punica.adapters import LoRAModelManager
 from punica.adapters.wrap import slots_need
 from punica.checks import check_count, clip
 from punica.config import LoRAConfig
-from punica.engine.attention import KVCache, token_bytes
+from punica.engine.attention import KVCache, cache_need, token_bytes
 from punica.engine.cuda_graph import decode_sizes, prompt_sizes
 from punica.models import LlamaForCausalLM
 from punica.models.families import loading_advice
 from punica.ops.quant import E4M3
 from punica.parallel import (
-    Need,
     all_ranks_agree,
     check_free,
     free_bytes,
@@ -277,11 +276,7 @@ def cache_for(
     if cache is not None and config.prefix_cache:
         raise ValueError("prefix_cache=True needs a KV cache that no other engine writes; leave out cache")
     if cache is None:
-        need = Need(
-            f"a KV cache of {config.total_blocks} blocks of {config.block_size} tokens",
-            config.total_blocks * config.block_size * token_bytes(model, fp8=config.fp8_kv_cache),
-            "lower EngineConfig.num_blocks, max_batch_size or max_model_len",
-        )
+        need = cache_need(model, config.total_blocks, config.block_size, fp8=config.fp8_kv_cache)
         check_free([need] if lora_config is None else [need, slots_need(model, lora_config)], weight.device)
         return KVCache(model, config.total_blocks, config.block_size, fp8=config.fp8_kv_cache)
     wanted = model.num_layers, model.num_kv_heads, model.head_size, weight.dtype, weight.device
