@@ -17,8 +17,8 @@ invocation, 16 tokens, and 32 to generate. Contexts are drawn anew for each.
     blocks        most in use while adapters run
 
 Panels `trace` (with `figure.trace=FILE`, Mooncake's conversation trace, arXiv 2407.00079): `hit_rate` of the library's
-cache with room for `seq_len` tokens, simulated. Each prompt draws its adapter
-by popularity, as where the turns of a conversation go to different ones.
+cache with room for `seq_len` tokens, simulated. Each prompt draws its adapter by popularity, as where the turns of a
+conversation go to different ones.
 
 Weights are random and positions go beyond those that a model was made for, which changes no time. Cost at scale=laptop:
 40 seconds on two cores, 1 GB; on an H200 three minutes, 100 GB (expected).
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from experiments.benches.pipelines import Pipelines
 
 SYSTEMS = ("recompute", "plain_lora_cached", "activated_cached")
-
-
 TRACE = "trace"
 
 
@@ -129,10 +128,13 @@ def _trace(figure: PrefixConf) -> dict[str, Any]:
     return {"trace": hashlib.sha256(content).hexdigest()[:12], "adapters": figure.trace_adapters}
 
 
+_prompts = lru_cache(maxsize=1)(read_mooncake)  # the same for every point
+
+
 def _hits(figure: PrefixConf, point: Point) -> Reading:
     from experiments.simulator.prefix_hits import hit_rate
 
-    prompts = read_mooncake(cast(Path, figure.trace))
+    prompts = _prompts(cast(Path, figure.trace))
     adapters = drawn_adapters(point.workload, figure.trace_adapters, len(prompts), point.settings["seed"]).tolist()
     capacity = cast(int, point.seq_len) // BLOCK_TOKENS
     rate = hit_rate(prompts, adapters, capacity, activated=point.system == "activated_cached")

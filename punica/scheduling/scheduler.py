@@ -233,7 +233,7 @@ class Scheduler:
         pieces: dict[RequestState, tuple[int, int]], left: int | None,
     ) -> None:  # fmt: skip
         """Admit from the queue to a step of ``num_rows`` rows; ``left``: rows for prompts (None: no limit)."""
-        while self.waiting and self.partial is None:  # nobody overtakes a prompt under way
+        while self.waiting and self.partial is None:  # none overtakes a prompt under way
             request = self.rule.candidate(self.waiting, self.is_resident)
             if not self._has_place(request, prefills, pinned):
                 break
