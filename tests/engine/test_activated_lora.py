@@ -18,16 +18,21 @@ INVOCATIONS = {11: (5, 6), 12: (7,), 13: (8, 8, 9)}
 CONTEXT = tuple(range(100, 137))
 
 
+def activated(backbone, folder, number: int, invocation: tuple[int, ...]) -> LoRARequest:
+    """Write a random adapter that is active from these tokens on."""
+    path = write_random_adapter(folder / str(number), backbone.config, 4, number)
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(config | {"alora_invocation_tokens": invocation}))
+    return LoRARequest(f"activated-{number}", number, str(path))
+
+
 class Oracle:
     """PEFT's generation with each of three activated adapters, with a plain one, and without."""
 
     def __init__(self, backbone, folder) -> None:
         self.adapters = {1: backbone.adapters[1], 4: backbone.adapters[4]}
         for number, invocation in INVOCATIONS.items():
-            path = write_random_adapter(folder / str(number), backbone.config, 4, number)
-            config = json.loads((path / "adapter_config.json").read_text())
-            (path / "adapter_config.json").write_text(json.dumps(config | {"alora_invocation_tokens": invocation}))
-            self.adapters[number] = LoRARequest(f"activated-{number}", number, str(path))
+            self.adapters[number] = activated(backbone, folder, number, invocation)
         base = transformers.LlamaForCausalLM.from_pretrained(backbone.folder).eval()
         self._models = {0: base}
         for number, adapter in self.adapters.items():
@@ -110,12 +115,7 @@ def test_a_prefix_of_the_base_serves_16_adapters_and_is_held_once(
     monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
     engine = backbone.engine("fcfs_many", prefix_cache=True, block_size=4, max_batch_size=16, num_blocks=100)
     check(oracle, engine, (CONTEXT, 0, 1))
-    adapters = []
-    for number in range(20, 36):
-        path = write_random_adapter(tmp_path / str(number), backbone.config, 4, number)
-        config = json.loads((path / "adapter_config.json").read_text())
-        (path / "adapter_config.json").write_text(json.dumps(config | {"alora_invocation_tokens": [5]}))
-        adapters.append(LoRARequest(f"a{number}", number, str(path)))
+    adapters = [activated(backbone, tmp_path, number, (5,)) for number in range(20, 36)]
     prompt = (*CONTEXT[:36], 5, 6)
     states = [engine.add_request(Request(a.lora_name, prompt, 4, a)) for a in adapters]
     output = engine.step()
@@ -132,7 +132,8 @@ def test_a_prefix_of_the_base_serves_16_adapters_and_is_held_once(
     assert sum(step.num_hit_tokens for step in steps) == 36 + 32, "a plain adapter has its own prefix"
 
 
-def scenario(backbone, oracle, monkeypatch, seed: int) -> None:
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))])
+def test_scenarios(backbone, oracle, monkeypatch, seed: int) -> None:
     """Requests with shared beginnings, invocations anywhere, turns of a chat, few blocks, chunks and cache or not."""
     chance = Random(seed)
     monkeypatch.setattr(ModelRunner, "works_ahead", chance.random() < 0.5)
@@ -151,14 +152,3 @@ def scenario(backbone, oracle, monkeypatch, seed: int) -> None:
             wishes.append((tuple(prompt), number, chance.randint(1, 6)))
         check(oracle, engine, *wishes)
     assert engine.blocks.num_free == engine.blocks.num_blocks
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_scenarios(backbone, oracle, monkeypatch, seed) -> None:
-    scenario(backbone, oracle, monkeypatch, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6, 60))
-def test_more_scenarios(backbone, oracle, monkeypatch, seed) -> None:
-    scenario(backbone, oracle, monkeypatch, seed)

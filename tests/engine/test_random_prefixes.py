@@ -45,7 +45,8 @@ def check_blocks(engine: Engine) -> None:
         assert all(sum(block in other for other in tables) == 1 for block in last if state is engine.scheduler.partial)
 
 
-def run(backbone, plain: Engine, monkeypatch, seed: int) -> None:
+@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 200))])
+def test_random_runs(backbone, plain: Engine, monkeypatch, seed: int) -> None:
     chance = Random(seed)
     monkeypatch.setattr(ModelRunner, "works_ahead", chance.random() < 0.7)
     size = chance.choice((1, 2, 4, 16))
@@ -86,14 +87,3 @@ def run(backbone, plain: Engine, monkeypatch, seed: int) -> None:
         assert (state.output_token_ids, state.finish_reason) == (result.token_ids, result.finish_reason)
         assert len(state.logprobs) == len(result.logprobs or ())
     assert engine.blocks.num_free == engine.blocks.num_blocks
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_random_runs(backbone, plain, monkeypatch, seed) -> None:
-    run(backbone, plain, monkeypatch, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20, 200))
-def test_more_random_runs(backbone, plain, monkeypatch, seed) -> None:
-    run(backbone, plain, monkeypatch, seed)
