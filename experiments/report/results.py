@@ -89,7 +89,8 @@ def older_note(rows: pd.DataFrame) -> str:
     silent = f", {unnamed:,} of which do not say what source they are of" if unnamed else ""
     names = list(dict.fromkeys(older["figure"]))
     figures = "all figures" if len(older) == len(rows) and len(names) > MANY else f"figure {', '.join(names)}"
-    return f"Rows of older source, to be measured again (make reproduce): {older_share(rows)}{silent}; {figures}."
+    told = "Rows of older source when this was written, to be measured again (make reproduce)"
+    return f"{told}: {older_share(rows)}{silent}; {figures}."
 
 
 def measured_on(rows: pd.DataFrame) -> str:
