@@ -60,19 +60,25 @@ class PrefixCache(BlockManager):
         self._idle: OrderedDict[int, None] = OrderedDict()  # registered blocks without owner, the oldest first
         self._chains: dict[Hashable, tuple[int, int]] = {}  # of each owner: blocks in entries, serial of the last
         self._counts = Counter[str]()
+        self._num_evicted = 0
+        self._search: tuple[Any, list[int]] = None, []  # the last one: of what, and the blocks found
 
     def find(self, tokens: Tokens, most: int, key: PrefixKey) -> list[int]:
-        found: list[int] = []
-        serial, size = 0, self.block_size
-        for end in range(size, most + 1, size):
+        # the head of the queue asks before each step: while no block is evicted, the search continues where it ended
+        asked, size = (tokens, most, key, self._num_evicted), self.block_size
+        found = self._search[1] if asked == self._search[0] else []
+        self._search = asked, found
+        serial = self._registered[found[-1]].serial if found else 0
+        for end in range((len(found) + 1) * size, most + 1, size):
             block = self._entries.get((serial, tokens(end - size, end), key.until(end)))
             if block is None:
                 break
             found.append(block)
             serial = self._registered[block].serial
-        while found and len(found) * size % self._grain:
-            found.pop()
-        return found
+        num_blocks = len(found)
+        while num_blocks * size % self._grain:
+            num_blocks -= 1
+        return found[:num_blocks]
 
     def num_owned(self, blocks: Sequence[int]) -> int:
         return sum(self._owners[block] > 0 for block in blocks)
@@ -131,4 +137,5 @@ class PrefixCache(BlockManager):
         block, _ = self._idle.popitem(last=False)
         self._entries.pop(self._registered.pop(block).entry, None)
         self._used[block] = 0
+        self._num_evicted += 1
         self._counts["num_evicted_blocks"] += 1

@@ -1,6 +1,7 @@
 """The prefix cache without a model: what is shared, found again, evicted, and never confused."""
 
 import random
+from copy import copy
 
 import pytest
 
@@ -93,6 +94,22 @@ def test_a_block_that_was_computed_twice_is_registered_once() -> None:
     assert cache.num_free == 7
 
 
+def test_the_head_of_the_queue_is_searched_for_once() -> None:
+    cache, tokens = PrefixCache(10, 4), list(range(13))
+    compute(cache, "a", tokens[:9])
+    read = []
+
+    def asks(first, end):
+        read.append(end)
+        return tuple(tokens[first:end])
+
+    assert [len(cache.find(asks, 12, BASE)) for _ in range(3)] == [2, 2, 2]
+    assert read == [4, 8, 12, 12, 12]
+    compute(cache, "b", tokens)
+    assert len(cache.find(asks, 12, BASE)) == 3, "registered since"
+    assert len(cache.find(asks, 12, PrefixKey(0, b"x", ""))) == 0
+
+
 def test_hits_are_a_multiple_of_the_grain() -> None:
     cache, tokens = PrefixCache(20, 4, grain=8), list(range(30))
     compute(cache, "a", tokens)
@@ -105,6 +122,10 @@ def test_random_life(seed) -> None:
     chance = random.Random(seed)
     cache, content, live = PrefixCache(17, 2), {}, {}
     for step in range(400):
+        if step % 20 == 0:  # the head of a queue, which asks again and again
+            head = [chance.randrange(2) for _ in range(12)]
+            asks = slices(head)
+        assert cache.find(asks, 11, BASE) == copy(cache).find(slices(head), 11, BASE)
         if live and (chance.random() < 0.45 or len(live) > 4):
             cache.release(name := chance.choice(list(live)))
             del live[name]
@@ -113,7 +134,7 @@ def test_random_life(seed) -> None:
                 [chance.randrange(2) for _ in range(chance.randint(1, 9))],
                 PrefixKey(0, chance.choice((b"", b"x")), ""),
             )
-            hit = cache.find(slices(tokens), len(tokens) - 1, key)
+            hit = copy(cache).find(slices(tokens), len(tokens) - 1, key)
             if cache.blocks_for(len(tokens)) - cache.num_owned(hit) > cache.num_free:
                 continue
             cache.adopt(step, hit, len(tokens))
