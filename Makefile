@@ -86,8 +86,9 @@ test-gpu: $(VENV)/.dev ## Run the GPU tests, on as many GPUs as there are (NVIDI
 fresh: ## Test the last commit in a new Debian root (root, debootstrap): make fresh SUITE=trixie
 	@.ci/fresh $(SUITE)
 
-release: $(VENV)/.dev ## Archive the last commit: source with rows and figures, site, wheel, checksums
+release: $(VENV)/.dev ## Archive the last commit, build and check wheel and sdist of punica-lora
 	@.ci/release
+	@.ci/installed
 
 lint: $(VENV)/.dev ## ruff and mypy
 	@$(BIN)/ruff check .

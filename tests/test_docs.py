@@ -193,7 +193,7 @@ def test_the_figure_that_a_page_adds_is_measured_and_drawn(tmp_path: Path) -> No
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built without a warning."""
-    pytest.importorskip("mkdocs", reason="needs the extra docs: pip install 'punica[docs]'")
+    pytest.importorskip("mkdocs", reason="needs the extra docs: pip install 'punica-lora[docs]'")
     target = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", DOCS / "site/mkdocs.yml", "-d", target]
     done = subprocess.run(

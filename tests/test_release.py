@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,15 @@ def test_the_archives_hold_the_commit_and_have_their_checksums(checkout: Path) -
     assert done.returncode == 0, done.stderr
     target = checkout / "outputs/release"
     sums = [line.split() for line in (target / "SHA256SUMS").read_text().splitlines()]
-    assert len(sums) == 3
+    assert len(sums) == 4
     assert all(hashlib.sha256((target / name).read_bytes()).hexdigest() == said for said, name in sums)
     source, docs = sorted(target.glob("*.tar.gz"), key=lambda path: "docs" in path.name)
+    sdist, wheel = sorted(target.glob("dist/*"), key=lambda path: path.suffix == ".whl")
+    with tarfile.open(sdist) as archive, zipfile.ZipFile(wheel) as packed:
+        kept = {name.partition("/")[2] for name in archive.getnames() if name.endswith((".py", ".json"))}
+        assert kept - {"setup.py"} == {name for name in packed.namelist() if name.startswith("punica/")}
+        (scripts,) = (name for name in packed.namelist() if name.endswith("/entry_points.txt"))
+        assert b"punica-serve = punica.serve.cli:main\n" in packed.read(scripts)
     with tarfile.open(source) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     listed = subprocess.run(["git", "ls-files"], cwd=checkout, capture_output=True, text=True, check=True).stdout

@@ -37,7 +37,7 @@ def import_ray() -> ModuleType:
     try:
         import ray
     except ImportError as error:
-        raise ImportError("a cluster needs Ray; install it with: pip install 'punica[cluster]'") from error
+        raise ImportError("a cluster needs Ray; install it with: pip install 'punica-lora[cluster]'") from error
     return ray
 
 

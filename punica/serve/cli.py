@@ -125,7 +125,7 @@ def _check_ray(options: Namespace) -> None:
             if value is not None:
                 raise ValueError(f"{name} needs --ray N, the number of engines")
     elif find_spec("ray") is None:
-        raise RuntimeError("--ray needs Ray; install it with: pip install 'punica[cluster]'")
+        raise RuntimeError("--ray needs Ray; install it with: pip install 'punica-lora[cluster]'")
 
 
 def _check_folders(options: Namespace) -> None:
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     missing = [name for name in EXTRA if find_spec(name) is None]
     if missing:
-        raise SystemExit(f"punica.serve needs {missing[0]}: pip install 'punica[serve]'")
+        raise SystemExit(f"punica.serve needs {missing[0]}: pip install 'punica-lora[serve]'")
     from punica.serve.server import listen
 
     try:

@@ -341,7 +341,7 @@ def test_tokens_that_depend_on_the_company_or_on_no_adapter_are_refused(bench):
 
 @pytest.mark.slow
 def test_our_server_is_measured_beside_its_engine(tmp_path):
-    pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+    pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
     given = ["system=punica_server", "workload=zipf", "figure.parts=[stream,load]"]
     outcome = run(composed(tmp_path, *given, name=SERVERS.name), SERVERS)
     assert (outcome.measured, outcome.failed) == (5, [])

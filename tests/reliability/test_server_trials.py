@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
 pytest.importorskip("hypothesis", reason="needs the hypothesis package (extra dev)")
 
 import httpx2

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+    pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
     from tests.serve.world import make_world
 
     return make_world(tmp_path_factory.mktemp("serve"), 4)

@@ -14,7 +14,7 @@ import torch
 
 from punica import __version__, progress
 
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
 
 from punica.serve import launch
 from punica.serve.cli import main, parse
@@ -37,7 +37,7 @@ main(sys.argv[1:])
         (["/nowhere"], 2, "'/nowhere' is not a folder"), (["{tiny}", "--port={taken}"], 1, "Address already in use"),
         (["{tiny}", "--host=no.such.host."], 1, "no.such.host"),
         (["{tiny}", "--port=0"], 1, "import of torch halted"),  # what is right goes on
-        (["{tiny}", "without"], 1, "punica.serve needs uvicorn: pip install 'punica[serve]'"),
+        (["{tiny}", "without"], 1, "punica.serve needs uvicorn: pip install 'punica-lora[serve]'"),
     ],
     ids=["help", "version", "checkpoint", "in use", "host", "right", "no extra"],
 )  # fmt: skip
@@ -118,7 +118,7 @@ def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> No
         (["--max-model-len=1"], "at least 2"), (["--grace=inf"], "a number, at least 0"), (["--drain=nan"], "--drain"),
         (["--dtype=int8"], "--dtype"), (["@{tiny}/model.safetensors"], "decode"), (["--api-key=ü€"], "Latin-1"),
         (["--adapter", "sql"], "is not NAME=VALUE"), (["--adapter", "sql="], "is not NAME=VALUE"),
-        (["--adapter", "=x"], "is not NAME=VALUE"), (["--ray=2", "without"], "pip install 'punica[clust"),
+        (["--adapter", "=x"], "is not NAME=VALUE"), (["--ray=2", "without"], "pip install 'punica-lora[clust"),
     ],
     ids=range(27),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
 pytest.importorskip("openai", reason="needs the openai package (extra dev)")
 
 import httpx2

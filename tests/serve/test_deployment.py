@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
 
 from fastapi.testclient import TestClient
 

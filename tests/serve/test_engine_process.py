@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
 
 import httpx2
 import torch

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica[serve]'")
+pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
 pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
 
 import ray
