@@ -196,3 +196,23 @@ def test_batch_invariant_logits_are_the_same_bits_in_any_company(backbone, mixed
     for other in others:
         assert other.keys() == alone.keys()
         assert [key for key, row in other.items() if not row.equal(alone[key])] == []
+
+
+def test_batch_invariant_logits_are_the_same_bits_with_chunks_and_cached_prefixes(backbone) -> None:
+    """Prompts whole and alone, then in pieces beside others, behind tokens that requests before them computed."""
+    prompt = [(7 * i + i // 50) % 256 for i in range(300)]
+    wishes = [Wish((*prompt[:end], adapter), adapter, 6) for end, adapter in ((130, 1), (299, 1), (270, 2), (200, 0))]
+    sizes = {"max_model_len": 384, "num_blocks": 200, "batch_invariant": True}
+    found = []
+    for admission, more in (("fcfs", {"max_batch_size": 1}), ("chunked", {"prefill_chunk": 128, "prefix_cache": True})):
+        model, config = backbone.model("cuda", torch.float16), EngineConfig(**{"max_batch_size": 4, **sizes, **more})
+        model.max_context = 384
+        engine = Engine(model, config.lora_config(16), config, admission, warm_up=False)
+        adopt, hits = engine.blocks.adopt, []
+        engine.blocks.adopt = lambda owner, hit, n, adopt=adopt, hits=hits: hits.extend(hit) or adopt(owner, hit, n)
+        found += [logits_of(backbone, engine, wishes) for _ in range(2)]
+    assert len(hits) > 128 // 16
+    alone, *others = found
+    for other in others:
+        assert other.keys() == alone.keys()
+        assert [key for key, row in other.items() if not row.equal(alone[key])] == []
