@@ -214,4 +214,5 @@ def test_batch_invariant_logits_are_the_same_bits_with_chunks_and_cached_prefixe
     assert len(hits) > 128 // 16
     for wish in range(len(wishes)):
         alone, *others = ([row for (name, _), row in each.items() if name == str(wish)][-6:] for each in found)
-        assert [[row.equal(other) for row, other in zip(alone, each, strict=True)] for each in others] == [[True] * 6] * 3
+        equal = [[row.equal(other) for row, other in zip(alone, each, strict=True)] for each in others]
+        assert equal == [[True] * 6] * 3
