@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,7 +37,7 @@ from experiments.harness.points import model_settings
 from experiments.harness.resume import givers_first
 from experiments.harness.schema import Count, Counts
 from experiments.workload import drawn_adapters
-from experiments.workload.traces import BLOCK_TOKENS, read_mooncake
+from experiments.workload.traces import BLOCK_TOKENS, read_trace
 
 if TYPE_CHECKING:
     from experiments.benches.pipelines import Pipelines
@@ -128,7 +128,7 @@ def _trace(figure: PrefixConf) -> dict[str, Any]:
     return {"trace": hashlib.sha256(content).hexdigest()[:12], "adapters": figure.trace_adapters}
 
 
-_prompts = lru_cache(maxsize=1)(read_mooncake)  # the same for every point
+_prompts = lru_cache(maxsize=1)(partial(read_trace, form="mooncake"))  # the same for every point
 
 
 def _hits(figure: PrefixConf, point: Point) -> Reading:

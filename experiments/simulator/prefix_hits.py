@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from functools import partial
 
-from experiments.workload.traces import TracedPrompt
+from experiments.workload.traces import TracedRequest
 from punica.scheduling import PrefixCache, PrefixKey
 
 
-def hit_rate(prompts: Sequence[TracedPrompt], adapters: Sequence[int], capacity: int, *, activated: bool) -> float:
+def hit_rate(prompts: Sequence[TracedRequest], adapters: Sequence[int], capacity: int, *, activated: bool) -> float:
     """Return the share of the prompts' full blocks that a cache of ``capacity`` blocks has.
 
     ``adapters``: of each prompt. ``activated``: their invocation is in the last block of a prompt, which is not full.

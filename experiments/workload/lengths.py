@@ -60,14 +60,14 @@ def scaled_lengths(num_requests: int, maxlen: int, seed: int = RELEASED_SEED) ->
     return rescaled(released_lengths(num_requests, seed=seed), maxlen)
 
 
-def rescaled(lengths: RequestLengths, maxlen: int) -> RequestLengths:
-    """``lengths`` times maxlen / 2048, rounded up, at least 1 per prompt and, below 2048, 2 per output."""
+def rescaled(lengths: RequestLengths, maxlen: int, longest: int = RELEASED_MAXLEN) -> RequestLengths:
+    """``lengths`` times maxlen / ``longest``, rounded up, cut; outputs of 2 and more keep 2."""
     check_count("maxlen", maxlen, 4, "room for a prompt and two new tokens")
-    if maxlen == RELEASED_MAXLEN:
+    if maxlen == longest == RELEASED_MAXLEN:
         return lengths
-    prompt = -(-lengths.prompt * maxlen // RELEASED_MAXLEN)
-    output = np.maximum(-(-lengths.output * maxlen // RELEASED_MAXLEN), 2)
-    return RequestLengths(np.minimum(prompt, maxlen - 2), np.minimum(output, maxlen - prompt))
+    prompt = np.minimum(-(-lengths.prompt * maxlen // longest), maxlen - 2)
+    output = np.maximum(-(-lengths.output * maxlen // longest), np.minimum(lengths.output, 2))
+    return RequestLengths(prompt, np.minimum(output, maxlen - prompt))
 
 
 def stated_lengths(num_requests: int = 1000, seed: int = RELEASED_SEED) -> RequestLengths:
