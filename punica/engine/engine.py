@@ -11,7 +11,7 @@ still on the device. A request that arrives after the launch joins one step late
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ class Engine(Generation):
 
     Attributes:
         warm_up_s: seconds of the warm-up, 0 without.
+        on_step: called with layout and output of every step that ran; ``None``: no observer.
 
     Raises TypeError, ValueError: parts that do not fit each other; cache and slots beyond free memory, on any rank.
     """
@@ -124,6 +125,7 @@ class Engine(Generation):
             self.scheduler.is_loaded = self._residency.is_loaded
         self._overlap = Overlap(self.runner, self.scheduler, self._residency, config.adapter_index_rule)
         self._next: BegunStep | None = None  # launched already
+        self.on_step: Callable[[StepLayout, StepOutput], object] | None = None
         self._requests: dict[str, RequestState] = {}  # waiting and running
         self.codec = None if tokenizer is None else TextCodec(tokenizer, config.adapter_templates)
         self.defaults, self.max_model_len = defaults or GenerationDefaults(), config.max_model_len
@@ -278,6 +280,8 @@ class Engine(Generation):
             self._keep(self._results_of(dict.fromkeys((*failed, *ended))))
             raise
         self._next = following
+        if self.on_step is not None:
+            self.on_step(layout, output)
         return output
 
     @property

@@ -25,6 +25,7 @@ from punica.serve.catalogue import Catalogue
 from punica.serve.errors import ApiError, invalid_body, unreadable_body
 from punica.serve.protocol import AnyBody, ChatBody, CompletionBody, LoadAdapter, UnloadAdapter, check_supported
 from punica.serve.responses import GenerationResponse, Generator
+from punica.serve.router_metrics import RouterMetrics
 
 _log = logging.getLogger(__name__)
 _ID_HEADER = b"x-request-id"
@@ -41,6 +42,7 @@ class Settings:
         roots: real paths of the folders that ``/v1/load_lora_adapter`` may read; none: it is refused.
         max_queue: most generations that wait beside a full batch; further calls get 429.
         max_body: bytes of a request's body; longer ones get 413.
+        names_in_metrics: ``/metrics`` names adapters, which routers that place requests by adapter need.
     """
 
     base: str
@@ -49,6 +51,7 @@ class Settings:
     roots: Sequence[Path] = ()
     max_queue: int = 1024
     max_body: int = 1 << 20
+    names_in_metrics: bool = False
 
 
 def make_app(backend: Backend, settings: Settings) -> FastAPI:
@@ -61,7 +64,8 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
     codec = backend.facts.codec
     if codec is None:
         raise ValueError("the engine has no tokenizer, so no text to serve; add tokenizer files to the checkpoint")
-    catalogue = Catalogue(settings.base, settings.adapters, settings.keys, settings.roots)
+    length = backend.facts.max_model_len
+    catalogue = Catalogue(settings.base, settings.adapters, settings.keys, settings.roots, length)
     generator = Generator(backend, codec, backend.facts.num_places + settings.max_queue)
 
     @asynccontextmanager
@@ -83,7 +87,7 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
     served = APIRouter(prefix="/v1", dependencies=[Depends(refuse_at_the_end)])
     _add_models(served, generator, catalogue)
     app.include_router(served)
-    _add_operations(app, backend)
+    _add_operations(app, backend, RouterMetrics(backend.metrics.registry, settings.base, settings.names_in_metrics))
     return app
 
 
@@ -159,7 +163,7 @@ def _add_models(routes: APIRouter, generator: Generator, catalogue: Catalogue) -
         return PlainTextResponse(f"Success: LoRA adapter {clip(body.lora_name)} removed successfully.")
 
 
-def _add_operations(app: FastAPI, backend: Backend) -> None:
+def _add_operations(app: FastAPI, backend: Backend, routers: RouterMetrics) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
@@ -174,6 +178,7 @@ def _add_operations(app: FastAPI, backend: Backend) -> None:
     @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics")
     async def exposition() -> Response:
+        routers.view = await backend.look(with_steps=False)
         return Response(backend.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -21,8 +21,10 @@ MOST_ADAPTERS = 65_536
 class Catalogue:
     """Names of the served models. Every load has a new adapter id, so requests keep the version they began with."""
 
-    def __init__(self, base: str, adapters: Sequence[LoRARequest], keys: Keys, roots: Sequence[Path]) -> None:
-        self.base, self.keys = base, keys
+    def __init__(
+        self, base: str, adapters: Sequence[LoRARequest], keys: Keys, roots: Sequence[Path], max_model_len: int
+    ) -> None:
+        self.base, self.keys, self._max_model_len = base, keys, max_model_len
         self._roots = roots
         self._adapters = {adapter.lora_name: adapter for adapter in adapters}
         self._ids = itertools.count(1 + max((adapter.lora_int_id for adapter in adapters), default=0))
@@ -45,7 +47,10 @@ class Catalogue:
 
     def describe(self, name: str) -> dict[str, Any]:
         parent = None if name == self.base else self.base
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "punica", "parent": parent}
+        return {
+            "id": name, "object": "model", "created": self._created, "owned_by": "punica", "parent": parent,
+            "max_model_len": self._max_model_len,
+        }  # fmt: skip
 
     async def load(self, body: LoadAdapter, key: str | None, backend: Backend) -> None:
         """Serve an adapter under a name, as it is in its folder now. ApiError: key, folder, name or adapter refused."""

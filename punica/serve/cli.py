@@ -86,6 +86,8 @@ def parser() -> ArgumentParser:
     add("--adapter-templates", action="store_true",
         help="chats use the template in their adapter's folder, in the server's process: for trusted folders",
     )  # fmt: skip
+    add("--metrics-adapter-names", action="store_true",
+        help="/metrics, which needs no key, names adapters: for routers that place requests by adapter")  # fmt: skip
     add("--prefix-cache", action="store_true", help="equal beginnings of prompts are computed once")
     add("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")
     return made

@@ -31,7 +31,10 @@ def settings_of(options: Namespace) -> Settings:
     adapters = [
         LoRARequest(name, number, folder) for number, (name, folder) in enumerate(options.adapter, start=1)
     ]
-    return Settings(options.base, adapters, options.keys, options.roots, options.max_queue, options.max_body)
+    limits = options.max_queue, options.max_body
+    return Settings(
+        options.base, adapters, options.keys, options.roots, *limits, names_in_metrics=options.metrics_adapter_names
+    )
 
 
 def build_of(options: Namespace, settings: Settings) -> Callable[[], Engine]:

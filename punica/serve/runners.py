@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from operator import methodcaller
-from typing import cast
+from typing import Any, cast
 
 from punica.adapters import LoRARequest
 from punica.cluster import ray_runners
@@ -118,6 +118,9 @@ class RunnersStepper(Stepper):
         adapter = self._loaded.pop(adapter_id, None)
         if adapter is not None:
             self.engine.drop_adapter(adapter)
+
+    def view(self, with_steps: bool) -> dict[str, Any]:
+        return {"num_running": sum(self.engine.working_sets.values()), "num_waiting": self.engine.num_queued}
 
     def _has_work(self) -> bool:
         """Return True while requests or replies are awaited; a cluster whose step raised waits for `_tend`."""

@@ -21,6 +21,7 @@ from punica.engine import Engine, GenerationResult, Request, RequestState, StepO
 from punica.engine.pretrained import GenerationDefaults
 from punica.engine.residency import FolderReaders
 from punica.engine.text import TextCodec
+from punica.serve.watch import Watch
 
 _log = logging.getLogger(__name__)
 REFUSALS = (ImportError, OSError, RuntimeError, TypeError, ValueError)
@@ -143,6 +144,10 @@ class Stepper(ABC):
     @abstractmethod
     def _note_step(self, output: StepOutput) -> None:
         """Count a step in the metrics."""
+
+    @abstractmethod
+    def view(self, with_steps: bool) -> dict[str, Any]:
+        """Return what there is to see, see `Watch.view`; of several engines ``num_running`` and ``num_waiting``."""
 
     def _has_work(self) -> bool:
         return bool(self._unfinished)
@@ -274,6 +279,7 @@ class EngineStepper(Stepper):
         super().__init__(engine)
         self._manager = cast(LoRAModelManager, engine.manager)
         self._readers = FolderReaders(self._manager, digests=engine.config.prefix_cache)
+        self._watch = Watch(engine)
         places, has_lora = engine.config.max_batch_size, engine.manager is not None
         self.facts = EngineFacts(engine.codec, engine.defaults, engine.max_model_len, places, has_lora)
 
@@ -288,6 +294,9 @@ class EngineStepper(Stepper):
     def remove_adapter(self, adapter_id: int) -> None:
         if self.engine.manager is not None:
             self._manager.remove_adapter(adapter_id)
+
+    def view(self, with_steps: bool) -> dict[str, Any]:
+        return self._watch.view(with_steps)
 
     def _note_step(self, output: StepOutput) -> None:
         self._notes.append(methodcaller("note_step", output.statistics, len(self._unfinished)))

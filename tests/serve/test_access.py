@@ -85,7 +85,7 @@ KEYS = Keys("server", {"tenant-0": "zero", "later": "one"})
 
 @pytest.fixture
 def catalogue(world: Any) -> Catalogue:
-    return Catalogue("tiny", world.adapters[:2], KEYS, ())
+    return Catalogue("tiny", world.adapters[:2], KEYS, (), 128)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
 
 
 def test_without_a_key_of_the_server_only_keyed_adapters_are_closed(world: Any) -> None:
-    catalogue = Catalogue("tiny", world.adapters[:2], Keys(None, {"tenant-0": "zero"}), ())
+    catalogue = Catalogue("tiny", world.adapters[:2], Keys(None, {"tenant-0": "zero"}), (), 128)
     assert [model["id"] for model in catalogue.visible(None)] == ["tiny", "tenant-1"]
     assert [model["id"] for model in catalogue.visible("zero")] == ["tiny", "tenant-0", "tenant-1"]
     with pytest.raises(ApiError):

@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def test_its_commands_run_as_written(world: Any, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     (serve,) = re.findall(r"^\$ python -m punica\.serve (.*)$", PAGE, flags=re.MULTILINE)
     options = cli.parse([*shlex.split(serve), "--max-batch-size=2", "--max-model-len=64"])
-    settings = launch.settings_of(options)
+    settings = replace(launch.settings_of(options), names_in_metrics=True)
     commands = [shlex.split(line) for line in re.findall(r"^\$ curl (.*)$", PAGE, flags=re.MULTILINE)]
     assert len(commands) == 6
     with TestClient(app.make_app(EngineThread(launch.build_of(options, settings)()), settings)) as client:
@@ -42,8 +43,8 @@ def test_its_commands_run_as_written(world: Any, tmp_path: Path, monkeypatch: py
             assert answer.status_code == 200, (address, answer.text)
         exposed = client.get("/metrics").text
     exposed += RunnerMetrics(1).exposition().decode()
-    named = set(re.findall(r"^\| `(punica_\w+)", PAGE, flags=re.MULTILINE))
-    kinds = re.findall(r"^# TYPE (punica_\w+) (\w+)$", exposed, flags=re.MULTILINE)
+    named = set(re.findall(r"^\| `((?:punica_|vllm:)\w+)", PAGE, flags=re.MULTILINE))
+    kinds = re.findall(r"^# TYPE ((?:punica_|vllm:)\w+) (\w+)$", exposed, flags=re.MULTILINE)
     assert named == {name for name, _ in kinds if not name.endswith("_created")}
 
 
