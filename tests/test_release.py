@@ -18,6 +18,22 @@ import yaml
 import punica
 
 ROOT = Path(__file__).parents[1]
+LOAD = """
+import pathlib, sys, kernels, torch
+kernel = kernels.get_local_kernel(pathlib.Path(sys.argv[1]))
+slots, x = torch.tensor([2, -1, 0, 2, 2]), torch.randn(5, 40)
+a, b = torch.randn(3, 8, 40), torch.randn(3, 24, 8)
+meta = kernel.LoRAKernelMeta.make(3, 5, "cpu")
+meta.prepare_tensors(slots)
+wanted = torch.stack([0.5 * b[slot] @ (a[slot] @ row) if slot >= 0 else 0 * b[0, :, 0] for row, slot in zip(x, slots)])
+triton, low, plain = torch.zeros(5, 24), torch.zeros(5, 8), torch.zeros(5, 24)
+kernel.lora_linear(triton, x, [a], [b], *meta.meta_args(5)[:6], 0.5)
+kernel.bgmv_shrink(x, a, low, slots, 0.5)
+kernel.bgmv_expand(low, b, plain, slots)
+assert torch.allclose(triton, wanted, atol=1e-4) and torch.allclose(plain, wanted, atol=1e-4), (triton, plain, wanted)
+print(kernel.__version__, [name for name in sys.modules if name.partition(".")[0] == "punica"])
+"""
+"""Use of a kernel's folder: Triton's operators in its interpreter, torch's, and no import of an installed punica."""
 BUILD = "#!/bin/sh\nmkdir -p outputs/site && echo built > outputs/site/index.html\n"
 """In place of make: `make docs` has tests of its own."""
 
@@ -28,7 +44,7 @@ def checkout(tmp_path: Path) -> Path:
     subprocess.run(["git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", place], check=True)
     (place / ".venv").symlink_to(sys.prefix)
     (place / ".git/info/exclude").write_text(".venv\n")
-    shutil.copy(ROOT / ".ci/release", place / ".ci/release")  # as it is here, be it committed or not
+    shutil.copytree(ROOT / ".ci", place / ".ci", dirs_exist_ok=True)  # as it is here, be it committed or not
     author = ["-c", "user.name=t", "-c", "user.email=t"]
     subprocess.run(["git", *author, "commit", "--quiet", "--all", "--allow-empty", "-m", "x"], cwd=place, check=True)
     (tmp_path / "make").write_text(BUILD)
@@ -62,6 +78,16 @@ def test_the_archives_hold_the_commit_and_have_their_checksums(checkout: Path) -
     assert held >= {*listed.splitlines(), ".commit.json"}
     with tarfile.open(docs) as archive:
         assert "site/index.html" in archive.getnames()
+
+
+@pytest.mark.slow
+def test_the_folder_of_the_kernels_hub_loads_without_punica(tmp_path: Path) -> None:
+    pytest.importorskip("kernels", reason="pip install --no-deps kernels==0.17.2 tomlkit, as .ci/run does")
+    subprocess.run([ROOT / ".ci/kernels-hub", tmp_path / "hub"], check=True)
+    command, environment = [sys.executable, "-c", LOAD, tmp_path / "hub"], os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{punica.__version__} []\n"), done.stderr
+    assert len({path.parent.name for path in tmp_path.glob("hub/build/*/metadata.json")}) == 2
 
 
 def test_uncommitted_changes_are_refused(checkout: Path) -> None:
