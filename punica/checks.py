@@ -4,6 +4,8 @@ import math
 import numbers
 import operator
 
+MOST_MIXED = 8
+"""Most adapters of one request, or of one row of a step."""
 _MOST_SHOWN = 200  # characters of a value in a message; a request may contain megabytes
 
 

@@ -15,5 +15,6 @@ from punica.metadata.mapping import (
     mapped_rows,
     padded_slots,
 )
+from punica.metadata.mixture import MixedBatch, MixedRows
 from punica.metadata.rows import HEIGHTS, RowGroups, StepShape, captured_adapters
 from punica.metadata.segment_plan import SegmentPlan

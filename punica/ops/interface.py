@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from punica.metadata import LoRABatch
+from punica.metadata import LoRABatch, MixedBatch
 from punica.ops.expect import FLOATS, Sizes, check_columns, expect, expect_slices
 from punica.ops.quant import FP8_DTYPES, WITH_FP8
 from punica.ops.scales import check_activation
@@ -65,6 +65,9 @@ class Ops(Protocol):
         """Run `shrink` into float32 ``[n, T', r]``, then `expand`. With ``use_fp8_w8a8`` an x that is not FP8 is
         quantised per token, and so is the intermediate.
         """
+
+    def mix(self, y: Tensor, x: Tensor, weights: LoRAWeights, mixed: MixedBatch) -> None:
+        """Add the terms of rows with several adapters; sums are float32 and rounded once, other rows not written."""
 
     def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
         """Quantise as `punica.ops.quant.quantize_per_token`, without its check of values."""

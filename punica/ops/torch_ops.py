@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from punica.metadata import LoRABatch
+from punica.metadata import LoRABatch, MixedBatch
 from punica.ops.expect import FLOATS, WITH_DOUBLE, check_scale, expect
 from punica.ops.interface import ALONE, Beside, add_low_rank, check_equal_rows, check_expand, check_shrink, low_rank_of
 from punica.ops.paper_ops import PaperOps
@@ -72,6 +72,18 @@ class TorchOps:
         if x.shape[0]:
             low = low_rank_of(self, x, weights, batch, scale, x_scale)
             add_low_rank(self, y, low, weights, batch, add_inputs)
+
+    def mix(self, y: Tensor, x: Tensor, weights: LoRAWeights, mixed: MixedBatch) -> None:
+        expect(STEP.input, x)
+        expect(STEP.output, y)
+        check_equal_rows(STEP, x, y)
+        mixed.groups.check_rows(x.shape[0])
+        sums = y.to(torch.float64 if y.dtype == torch.float64 else torch.float32, copy=True)
+        for batch, gates in mixed.places:
+            low = low_rank_of(self, x, weights, batch, 1.0, None)
+            low[:, : len(gates)] *= gates.to(x.device)
+            add_low_rank(self, sums, low, weights, batch, True)
+        y.copy_(sums)
 
     def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
         return quantize_per_token(x, group_k, check=False)

@@ -39,6 +39,8 @@ class LinearMethods(StepMetadata):
         if beside.base or not batch.no_lora:
             self._debug_check(weights)
             self.ops.linear(y, x, weights, batch, 1.0, add_inputs, None, beside)
+        if self.mixtures is not None:
+            self.ops.mix(y, x, weights, self.mixtures[0])
 
     def add_logits(self, y: Tensor, x: Tensor, weights: LoRAWeights) -> None:
         """`add_linear` with the slots of the sampled rows; y may be wider than B."""
@@ -46,6 +48,8 @@ class LinearMethods(StepMetadata):
         if not batch.no_lora:
             self._debug_check(weights)
             self.ops.linear(viewed_as_rows("y", y), flattened("x", x), weights, batch)
+        if self.mixtures is not None:
+            self.ops.mix(viewed_as_rows("y", y), flattened("x", x), weights, self.mixtures[1])
 
     def add_shrunk(self, y: Tensor, x: Tensor, a: Stack) -> None:
         """``y[i, t] += x[t] @ A_i[slot_t]^T`` for every slice i, y ``[n, T', r]``."""

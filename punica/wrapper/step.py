@@ -7,7 +7,7 @@ import torch
 
 from punica.checks import check_count
 from punica.config import LoRAConfig
-from punica.metadata import LoRABatch, LoRAMapping, RowGroups, mapped_rows
+from punica.metadata import LoRABatch, LoRAMapping, MixedBatch, MixedRows, RowGroups, mapped_rows
 from punica.ops.expect import check_keywords
 
 
@@ -18,7 +18,8 @@ class StepMetadata:
     ``max_loras`` is the number of slots (None: that of ``lora_config``, if there is one). ValueError when N or
     ``max_batches`` is below 1.
 
-    Attributes, of the current step: ``no_lora``, whether no token has an adapter; ``is_prefill``.
+    Attributes, of the current step: ``no_lora``, whether no token has an adapter; ``is_prefill``;
+    ``mixtures``: those of the tokens and of the sampled rows (None: there are none).
     """
 
     limits_runs = True
@@ -35,6 +36,8 @@ class StepMetadata:
         specialize = lora_config is not None and lora_config.specialize_active_lora
         self.batch = LoRABatch(max_num_batched_tokens, self.max_loras, self.device, specialize_active_lora=specialize)
         self.is_prefill = self.no_lora = self._is_set = False
+        self.mixtures: tuple[MixedBatch, ...] | None = None
+        self._mixtures: tuple[MixedBatch, ...] = ()
 
     def update_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int,
@@ -61,6 +64,21 @@ class StepMetadata:
         """
         self.batch.fill(tokens, sampled)
         self.is_prefill, self.no_lora, self._is_set = is_prefill, tokens.no_lora, True
+        self.mixtures = None
+
+    def begin_mixtures(self, tokens: MixedRows, sampled: MixedRows) -> None:
+        """Add the terms of mixtures to the step that `begin_step` began, in linear layers and head alone.
+
+        ValueError, and no change: as `MixedBatch.check`.
+        """
+        if not self._mixtures:
+            sizes = self.max_num_batched_tokens, self.max_loras, self.device
+            self._mixtures = MixedBatch(*sizes), MixedBatch(*sizes)
+        self._step()
+        self._mixtures[1].check(sampled)
+        self._mixtures[0].fill(tokens)
+        self._mixtures[1].fill(sampled)
+        self.mixtures, self.no_lora = self._mixtures, False
 
     def check_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int

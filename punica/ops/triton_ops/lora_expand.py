@@ -168,7 +168,7 @@ def plan_expand(h: LowRank, y: Tensor, form: Form, batch: Batch, schedule: Sched
     weights, (_, _, tokens, _), pdl = form.stored, h.shape, mode.pdl
     if pdl and h.strides[0] <= 0:  # kernels branch on it where they wait (`pdl_wait`)
         raise ValueError(f"partials of h have a stride of {h.strides[0]}; give a positive one, or pdl=False")
-    shape = _shape(h, form, mode)
+    shape = expand_shape(h, form, mode)
 
     def launch(tile: ExpandTile, programs: int) -> Launch:
         return Launch(
@@ -185,7 +185,7 @@ def plan_expand(h: LowRank, y: Tensor, form: Form, batch: Batch, schedule: Sched
     return plan_tiles(launch, tile, batch, (tokens, weights.slots), tile.blocks)
 
 
-def _shape(h: LowRank, form: Form, mode: ExpandMode) -> ExpandShape:
+def expand_shape(h: LowRank, form: Form, mode: ExpandMode) -> ExpandShape:
     weights = form.stored
     quant = quant_of(form, h.dtype, weights.widths, weights.rank, mode.x_strides)
     whole = all([width % 4 == 0 for width in weights.widths])  # every rank of a slice ends with a word

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from punica.metadata import LoRABatch
+from punica.metadata import LoRABatch, MixedBatch
 from punica.ops import triton_ops
 from punica.ops.expect import FLOATS, WITH_DOUBLE, check_scale, expect
 from punica.ops.interface import (
@@ -41,6 +41,7 @@ from punica.ops.triton_ops.lora_linear import (
     describe_base,
 )
 from punica.ops.triton_ops.lora_shrink import ShrinkMode, plan_shrink
+from punica.ops.triton_ops.mixture import plan_mix
 from punica.ops.triton_ops.op import check_runnable
 from punica.ops.triton_ops.plan import Batch, KernelPlan, operands_of
 from punica.ops.triton_ops.quantize_rows import quantized_rows
@@ -154,6 +155,20 @@ class TritonOps:
         with nullcontext() if beside.aside is None else beside.aside():
             low = low_rank_of(self, x, weights, batch, scale, x_scale)
         add_low_rank(self, y, low, weights, batch, add_inputs)
+
+    def mix(self, y: Tensor, x: Tensor, weights: LoRAWeights, mixed: MixedBatch) -> None:
+        """Run both launches of `punica.ops.triton_ops.mixture`. NotImplementedError: FP8, or under a graph tracer."""
+        if is_traced():
+            raise NotImplementedError("mixtures of adapters cannot be traced (torch.compile); run them eagerly")
+        expect(STEP.input, x)
+        expect(STEP.output, y)
+        mixed.groups.check_rows(x.shape[0])
+        key = ("mix", _form_of(x), _form_of(y), self.options)
+        plan = weights.plans.get(key, _UNKNOWN)
+        if plan is _UNKNOWN:
+            plan = _kept(weights.plans, key, plan_mix(y, x, weights, self.options.pdl))
+        if plan is not None:
+            plan.run(y, x, weights, mixed)
 
     def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
         return quantized_rows(x, group_k)
