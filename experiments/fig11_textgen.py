@@ -14,33 +14,26 @@ Switching adapters is charged to Punica and not to the baselines: `hf_peft` has 
 are CUDA graphs, captured before the clock, but for `hf_peft_mixed`, whose host launches every kernel.
 `punica_last_admitted` has the released harness's index rule (D04), and no bar. Before timing, logits of a few requests
 of each workload are compared with Hugging Face's, and once for each system on our engine those of
-`figure.whole_requests` up to `figure.whole_tokens` (`systems.check`). Ratio rows follow, per draw: over the best
-baseline and PEFT's mixed batches, and across workloads. Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At
-scale=paper a command ends after 8 minutes, and the same command again continues (`conf/recording.yaml` has pieces); 7B
-and 13B need 75 and 120 GB.
+`figure.whole_requests` up to `figure.whole_tokens` (`systems.check`). Cost at scale=laptop: about 5 minutes on two
+cores, 6 GB. At scale=paper a command ends after 8 minutes, and the same command again continues
+(`conf/recording.yaml` has pieces); 7B and 13B need 75 and 120 GB.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from experiments.facts.systems import STATED_LENGTHS, SYSTEMS, measured_baselines
-from experiments.harness import CheckFailed, Config, ConfigError, Experiment, FigureConf, main
+from experiments.facts.systems import STATED_LENGTHS, SYSTEMS
+from experiments.harness import Config, ConfigError, Experiment, FigureConf, main
 from experiments.harness.points import Point, Reading, model_settings
-from experiments.harness.resume import row_on_disk
 from experiments.harness.schema import Count, Lengths
-from experiments.measure.records import Row
 
 if TYPE_CHECKING:
     from experiments.systems.bench import StreamBench, StreamConf
     from experiments.systems.weights import Limits
-
-RATIOS, ACROSS = "ratios", "across workloads"
-BACKBONE = "continuous_batching"
 
 
 class TextgenConf(FigureConf):
@@ -70,21 +63,11 @@ class Fig11(Experiment):
 
     def points(self, cfg: Config) -> list[Point]:
         check_sizes(cfg)
-        systems, workloads = set(cfg.system.names), set(cfg.workload.names)
-        windows = not cast(TextgenConf, cfg.figure).whole_stream
-        compared = windows and {"punica", "punica_static", "hf_peft_mixed", *measured_baselines()} <= systems
-        points = []
-        for workload in cfg.workload.names:
-            for rank in cfg.adapters.ranks:
-                points += [self.point(cfg, name, workload, rank) for name in cfg.system.names]
-                points += [self.point(cfg, "punica", workload, rank, f" {RATIOS}")] if compared else []
-        if windows and {"punica", BACKBONE} <= systems and {"Distinct", "Identical"} <= workloads:
-            across = f", {ACROSS} {RATIOS}"
-            points += [self.point(cfg, "punica", "Distinct", rank, across) for rank in cfg.adapters.ranks]
-        return points
+        names, grid = cfg.system.names, itertools.product(cfg.workload.names, cfg.adapters.ranks)
+        return [self.point(cfg, system, workload, rank) for workload, rank in grid for system in names]
 
-    def point(self, cfg: Config, system: str, workload: str, rank: int, suffix: str = "") -> Point:
-        """Build a point of the model's panel, which `suffix` ends; other streams and whole ones are other panels."""
+    def point(self, cfg: Config, system: str, workload: str, rank: int) -> Point:
+        """Build a point of the model's panel; other streams and whole ones are other panels."""
         figure, scale, engine, facts = cast(TextgenConf, cfg.figure), cfg.scale, cfg.engine, SYSTEMS.get(system)
         stream = (STATED_LENGTHS if figure.lengths == "stated" else "") + (
             f", whole stream, {scale.requests} requests" if figure.whole_stream else ""
@@ -97,7 +80,7 @@ class Fig11(Experiment):
             "adapters": {"alpha": cfg.adapters.alpha, "seed": cfg.adapters.seed},
             "check": [figure.check_requests, figure.check_tokens, figure.whole_requests, figure.whole_tokens],
         }
-        panel, used = f"{cfg.model.paper_name} Model{stream}{suffix}", rank if facts.lora else None
+        panel, used = f"{cfg.model.paper_name} Model{stream}", rank if facts.lora else None
         return Point(panel, system, workload, cfg.model.name, engine.max_batch_size, None, used, settings)
 
     def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
@@ -106,12 +89,7 @@ class Fig11(Experiment):
         shuffled = random.Random(0).sample(points, len(points))
         return [[point] for point in sorted(shuffled, key=lambda point: max(1, ranks.index(point.rank)))]
 
-    def is_derived(self, point: Point) -> bool:
-        return point.panel.endswith(RATIOS)
-
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        if self.is_derived(point):
-            return self._ratios(cfg, point)
         bench = self._bench(cfg, point)
         if not cast(TextgenConf, cfg.figure).whole_stream:
             return bench.measure(point.system, point.workload, point.repeat)
@@ -141,28 +119,6 @@ class Fig11(Experiment):
 
         return self.kept((cfg.model.name, rank, limits, figure.lengths, cfg.hardware.device), build)
 
-    def _ratios(self, cfg: Config, point: Point) -> list[Reading]:
-        across = point.panel.endswith(f"{ACROSS} {RATIOS}")
-        systems, workloads = ("punica", BACKBONE), ("Distinct", "Identical")
-        cells = list(itertools.product(*((systems, workloads) if across else (cfg.system.names, [point.workload]))))
-        rows = self.rows_of(cfg, point, cells)
-        values, disturbed = {cell: row.value for cell, row in rows.items()}, any(row.disturbed for row in rows.values())
-        if across:
-            return across_workloads(values, disturbed)
-        return ratios({system: value for (system, _), value in values.items()}, disturbed)
-
-    def rows_of(
-        self, cfg: Config, point: Point, cells: Iterable[tuple[str, str]], metric: str = "throughput"
-    ) -> dict[tuple[str, str], Row]:
-        """The rows of `point`'s repeat and today's code, by system and workload; `CheckFailed` if one is missing."""
-        rank, rows = cast(int, point.rank), dict[tuple[str, str], Row]()
-        for cell in cells:
-            row = row_on_disk(self, cfg, replace(self.point(cfg, *cell, rank), repeat=point.repeat), metric)
-            if row is None:
-                raise CheckFailed(f"no {metric} of {' on '.join(cell)} to compare with; see the messages above")
-            rows[cell] = row
-        return rows
-
 
 def sizes_of(cfg: Config) -> tuple[Limits, StreamConf]:
     from experiments.systems.bench import WHOLE_DRAWS, StreamConf
@@ -172,29 +128,6 @@ def sizes_of(cfg: Config) -> tuple[Limits, StreamConf]:
     windows = (WHOLE_DRAWS if figure.whole_stream else scale.passes, figure.pieces, figure.steps, figure.slow_steps)
     limits = Limits(engine.max_batch_size, scale.max_len, engine.block_size, engine.num_blocks)
     return limits, StreamConf(figure.lengths, scale.requests, scale.max_len, *windows)
-
-
-def ratios(throughput: Mapping[str, float], disturbed: bool | None = None) -> list[Reading]:
-    punica, static, mixed = (throughput[name] for name in ("punica", "punica_static", "hf_peft_mixed"))
-    gains = {
-        "speedup_over_best_baseline": punica / max(throughput[name] for name in measured_baselines()),
-        "speedup_over_hf_peft_mixed": punica / mixed,
-        "static_over_hf_peft_mixed": static / mixed,
-        "continuous_batching_gain": punica / static,
-    }
-    return [Reading(name, value, "ratio", disturbed=disturbed) for name, value in gains.items()]
-
-
-def across_workloads(throughput: Mapping[tuple[str, str], float], disturbed: bool | None = None) -> list[Reading]:
-    """Compute what different adapters, and adapters at all, cost Punica, from throughputs by system and workload."""
-    distinct, identical = (throughput["punica", workload] for workload in ("Distinct", "Identical"))
-    backbone = throughput[BACKBONE, "Identical"]
-    costs = {
-        "distinct_over_backbone_identical": distinct / backbone,
-        "identical_over_backbone_identical": identical / backbone,
-        "distinct_over_own_identical": distinct / identical,
-    }
-    return [Reading(name, value, "ratio", disturbed=disturbed) for name, value in costs.items()]
 
 
 def check_sizes(cfg: Config) -> None:

@@ -15,20 +15,21 @@ two H200s a repeat of 7B takes 90 s, and three of 70B seven minutes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from experiments.facts.systems import SYSTEMS
-from experiments.fig11_textgen import RATIOS, Fig11, TextgenConf, check_sizes, sizes_of
-from experiments.harness import Config, ConfigError, main
+from experiments.fig11_textgen import Fig11, TextgenConf, sizes_of
+from experiments.harness import CheckFailed, Config, ConfigError, main
 from experiments.harness.points import Point, Reading
+from experiments.harness.resume import row_on_disk
 from experiments.harness.schema import Count, ModelConf
 from experiments.harness.settings import ranks_here
 
 if TYPE_CHECKING:
     from experiments.systems.ranks import BenchOnRanks
 
+RATIOS = " ratios"  # end of the panel of what is computed from rows
 BASELINE = "continuous_batching"
 SHARDED = "punica_sharded"
 MOST_RANKS = 64
@@ -50,22 +51,26 @@ class Fig12(Fig11):
     drawn_by = "serving.draw_ranks"
 
     def points(self, cfg: Config) -> list[Point]:
-        check_sizes(cfg)
-        names, workloads, ranks = cfg.system.names, cfg.workload.names, cfg.adapters.ranks
-        grid = itertools.product(workloads, ranks, names)
-        points = [self.point(cfg, system, workload, rank) for workload, rank, system in grid]
+        points, names = super().points(cfg), cfg.system.names
         whole = cast(RanksConf, cfg.figure).whole_stream
-        if whole or BASELINE not in names or not {"Distinct", "Identical"} <= set(workloads):
+        if whole or BASELINE not in names or not {"Distinct", "Identical"} <= set(cfg.workload.names):
             return points
-        pairs = itertools.product([system for system in names if SYSTEMS.get(system).lora], ranks)
-        return points + [self.point(cfg, system, "Distinct", rank, f" {RATIOS}") for system, rank in pairs]
+        pairs = itertools.product([system for system in names if SYSTEMS.get(system).lora], cfg.adapters.ranks)
+        distinct = [self.point(cfg, system, "Distinct", rank) for system, rank in pairs]
+        return points + [replace(point, panel=point.panel + RATIOS) for point in distinct]
 
-    def point(self, cfg: Config, system: str, workload: str, rank: int, suffix: str = "") -> Point:
+    def point(self, cfg: Config, system: str, workload: str, rank: int) -> Point:
         figure, size = cast(RanksConf, cfg.figure), ranks_of(cfg)
-        point, model = super().point(cfg, system, workload, rank, suffix), f"{cfg.model.paper_name} Model"
+        point, model = super().point(cfg, system, workload, rank), f"{cfg.model.paper_name} Model"
         ranks = {"tp_size": size, "check_layers": figure.check_layers, "adapter_sets": figure.adapter_sets}
         panel = point.panel.replace(model, f"{model}, tp {size}", 1)
         return replace(point, panel=panel, settings={**point.settings, "ranks": ranks})
+
+    def is_derived(self, point: Point) -> bool:
+        return point.panel.endswith(RATIOS)
+
+    def measure(self, cfg: Config, point: Point) -> list[Reading]:
+        return self._ratios(cfg, point) if self.is_derived(point) else super().measure(cfg, point)
 
     def release(self) -> None:
         _, kept = self._kept
@@ -85,29 +90,28 @@ class Fig12(Fig11):
         return self.kept(repr((given, size)), lambda: BenchOnRanks(RankBench, given, size, backend))
 
     def _ratios(self, cfg: Config, point: Point) -> list[Reading]:
-        cells = itertools.product((point.system, BASELINE), ("Distinct", "Identical"))
-        rows = self.rows_of(cfg, point, cells)
-        own = (point.system, "Distinct")
-        mean = [self.rows_of(cfg, point, [own], name)[own].value for name in ("mean_batch_size", "mean_context")]
+        """Ratios of a system on Distinct; `CheckFailed` where a row of this repeat and today's code is missing."""
+        disturbed = False
+
+        def row(system: str, workload: str, metric: str = "throughput") -> float:
+            nonlocal disturbed
+            asked = replace(self.point(cfg, system, workload, cast(int, point.rank)), repeat=point.repeat)
+            if (found := row_on_disk(self, cfg, asked, metric)) is None:
+                raise CheckFailed(f"no {metric} of {system} on {workload} to compare with; see the messages above")
+            disturbed |= bool(found.disturbed)
+            return found.value
+
+        own, over = row(point.system, "Distinct"), row(BASELINE, "Identical")
+        mean = [row(point.system, "Distinct", name) for name in ("mean_batch_size", "mean_context")]
         allowed = bytes_ratio(cfg.model, cast(int, point.rank), ranks_of(cfg), point.system == SHARDED, *mean)
-        disturbed = any(row.disturbed for row in rows.values())
-        return ratios({cell: row.value for cell, row in rows.items()}, point.system, allowed, disturbed)
-
-
-def ratios(
-    throughput: Mapping[tuple[str, str], float], system: str, allowed: float, disturbed: bool | None = None
-) -> list[Reading]:
-    """Compute the ratios of `system` on Distinct, from throughputs by system and workload; `allowed`: that of bytes."""
-    distinct = throughput[system, "Distinct"]
-    over_backbone = distinct / throughput[BASELINE, "Identical"]
-    values = {
-        "distinct_over_backbone_identical": over_backbone,
-        "distinct_over_own_identical": distinct / throughput[system, "Identical"],
-        "speedup_over_best_baseline": distinct / throughput[BASELINE, "Distinct"],
-        "over_bytes_ratio": over_backbone / allowed,
-    }
-    readings = [Reading(name, value, "ratio", disturbed=disturbed) for name, value in values.items()]
-    return [*readings, Reading("bytes_ratio", allowed, "ratio", kind="simulated")]
+        values = {
+            "distinct_over_backbone_identical": own / over,
+            "distinct_over_own_identical": own / row(point.system, "Identical"),
+            "speedup_over_best_baseline": own / row(BASELINE, "Distinct"),
+            "over_bytes_ratio": own / over / allowed,
+        }
+        found = [Reading(name, value, "ratio", disturbed=disturbed) for name, value in values.items()]
+        return [*found, Reading("bytes_ratio", allowed, "ratio", kind="simulated")]
 
 
 def adapter_share(model: ModelConf, tp_size: int, fully_sharded: bool) -> float:

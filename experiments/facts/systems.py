@@ -95,11 +95,6 @@ def baselines() -> list[str]:
     return [entry.name for entry in entries() if entry.baseline]
 
 
-def measured_baselines() -> list[str]:
-    """Baselines that are measured here, not quoted from the paper."""
-    return [name for name in baselines() if SYSTEMS.get(name).served_by]
-
-
 def without_lora() -> list[str]:
     """The measured systems that serve the backbone alone."""
     return [entry.name for entry in entries() if entry.served_by and not entry.lora]

@@ -7,7 +7,7 @@ from tiny import tiny_world
 
 from experiments.facts import systems
 from experiments.facts.systems import FIG11, LOAD, SYSTEMS, System, entries
-from experiments.fig11_textgen import EXPERIMENT, ratios
+from experiments.fig11_textgen import EXPERIMENT
 from experiments.harness.settings import settle
 from experiments.plots import style
 from experiments.systems.check import check_tokens
@@ -68,8 +68,6 @@ def test_its_figures_run_it_and_the_best_baseline_counts_it(tmp_path):
     cfg = settle(composed(tmp_path, "workload=skewed", name=FIG11), EXPERIMENT)
     assert NAME in {point.system for point in EXPERIMENT.points(cfg)}
     assert NAME in systems.baselines()
-    found = dict.fromkeys(cfg.figure.systems, 10.0) | {"punica": 300.0, NAME: 100.0}
-    assert next(one.value for one in ratios(found) if one.metric == "speedup_over_best_baseline") == 3.0
 
 
 def test_it_has_a_colour_of_its_own():

@@ -1,11 +1,14 @@
 """Figure 12: its grid, what bytes allow, the model that fits, the ranks that stay, and one cell on two of them."""
 
+from types import SimpleNamespace
+
 import psutil
 import pytest
 import torch
 from fakes import composed
 from tiny import TINY, values
 
+from experiments import fig12_textgen_70b
 from experiments.fig12_textgen_70b import BASELINE, EXPERIMENT, Fig12, adapter_share, bytes_ratio
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading
@@ -41,6 +44,25 @@ def test_the_grid_ends_with_ratios_of_each_layout_of_adapters(tmp_path):
     ]
     assert not any(map(EXPERIMENT.is_derived, points(tmp_path, "workload=distinct")))
     assert not any(map(EXPERIMENT.is_derived, points(tmp_path, "system=punica")))
+
+
+def test_ratios_are_of_the_rows_of_a_repeat_and_marked_like_them(tmp_path, monkeypatch):
+    cfg = settle(composed(tmp_path, name=NAME), EXPERIMENT)
+    point = next(one for one in EXPERIMENT.points(cfg) if EXPERIMENT.is_derived(one))
+    rows = {("punica", "Distinct"): 90.0, ("punica", "Identical"): 100.0, (BASELINE, "Distinct"): 30.0}
+
+    def on_disk(_experiment, _cfg, asked, metric):
+        value = rows.get((asked.system, asked.workload)) if metric == "throughput" else 4.0
+        return None if value is None else SimpleNamespace(value=value, disturbed=asked.system == BASELINE)
+
+    monkeypatch.setattr(fig12_textgen_70b, "row_on_disk", on_disk)
+    with pytest.raises(CheckFailed, match=f"no throughput of {BASELINE} on Identical"):
+        EXPERIMENT.measure(cfg, point)
+    rows[BASELINE, "Identical"] = 120.0
+    found = EXPERIMENT.measure(cfg, point)
+    allowed = bytes_ratio(cfg.model, 16, 2, False, 4.0, 4.0)
+    assert [one.value for one in found] == pytest.approx([0.75, 0.9, 3.0, 0.75 / allowed, allowed])
+    assert {one.disturbed for one in found[:-1]} == {True}
 
 
 @pytest.mark.parametrize("size", [3, 128])
