@@ -57,7 +57,7 @@ class ClusterConf(FigureConf):
 class Fig13(Experiment):
     """One panel per world: a module with `points(cfg)` and `measure(cfg, point)`; readings are `served.readings`."""
 
-    # after the figures whose recorded rows it predicts
+    # after the figures whose recorded rows its costs are fitted to
     name, figure, order, conf = "fig13_cluster", "13", 285, ClusterConf
     reads = ("runtime", "address")
     clock, drawn_by = "host_clock", "cluster.draw_hour"

@@ -13,9 +13,7 @@ from experiments.harness.points import Reading
 from experiments.simulator import SimulationResult, Trace
 from experiments.workload import MAX_BATCH, RELEASED_SEED
 
-HOUR, STREAM, COSTS, WINDOWS, FIRST_TOKEN = (
-    f"simulated {name}" for name in ("hour", "Figure 11", "step costs", "windows", "first token")
-)
+HOUR, STREAM, COSTS = (f"simulated {name}" for name in ("hour", "Figure 11", "step costs"))
 """Panels of the simulation."""
 RAY, KILLED, STEADY, SIMULATED = "ray hour", "ray hour, a runner killed", "ray hour, steady at", "simulated"
 SIMULATED_RAY = f"{SIMULATED} {RAY}"  # of the simulator fitted to the runners on Ray

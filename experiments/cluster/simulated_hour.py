@@ -1,5 +1,5 @@
-"""Figure 13's world on a virtual clock, and what else its cost models predict: the hour, Figure 11's stream on one GPU,
-residuals, recorded windows, first tokens. Rows are of the first seed; `_mean`, `_low`, `_high` of all.
+"""Figure 13's world on a virtual clock, Figure 11's stream on one GPU, and residuals of cost models. Rows are of the
+first seed; `_mean`, `_low`, `_high` of all.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cluster import costs, predicted, served
+from experiments.cluster import costs, served
 from experiments.cluster.costs import Fitted
 from experiments.cluster.hour import MEMORY_FRACTION, NUM_GPUS, RANK, paper_cluster, paper_hour
 from experiments.cluster.served import HOUR, SIMULATED, ServedHour, over_seeds, readings, summary
@@ -51,25 +51,12 @@ def _panels(cfg: Config) -> Iterator[tuple[Point, Callable[[], list[Reading]]]]:
             one, steps = MODELS[role][0], costs.paper_a100(paper, role).cost
             run = partial(over_seeds, figure.seeds, partial(stream_readings, one, workload, figure.requests, steps))
             yield _point(served.STREAM, "punica", workload, one, steps, requests=figure.requests, **seeds), run
-    known, windows = costs_of(paper, results), predicted.recorded_windows(results)
     loads = costs.recorded_load_costs(results)
-    for machine, fitted in known.items():
+    for machine, fitted in costs_of(paper, results).items():
         fits: dict[str, Fitted[StepCost] | Fitted[LoadCost]] = {"cost": fitted}
         fits |= {"load": loads[machine]} if machine in loads else {}
         settings = {"loads": asdict(loads[machine].cost)} if machine in loads else {}
         yield _point(served.COSTS, machine[0], "", machine[1], fitted.cost, **settings), partial(fit_readings, fits)
-    for machine, found in windows.items():
-        if machine in known:
-            told, steps = [asdict(window) for window in found], known[machine].cost
-            run = partial(predicted.predicted_half, found, steps)
-            yield _point(served.WINDOWS, machine[0], "", machine[1], steps, windows=told), run
-    for machine, recorded in predicted.recorded_loads(results).items():
-        for load in recorded if machine in known else ():
-            steps = known[machine].cost
-            steps = predicted.fitted_to(windows[machine], steps) if machine in windows else steps
-            panel = f"{served.FIRST_TOKEN}, {load.panel}, repeat {load.repeat}"
-            run = partial(predicted.first_token_readings, load, steps, figure.seeds)
-            yield _point(panel, machine[0], load.workload, machine[1], steps, load=asdict(load), **seeds), run
 
 
 def costs_of(paper: Path, results: Path) -> dict[tuple[str, str], Fitted[StepCost]]:

@@ -62,28 +62,6 @@ class RoundRobin(LargestWorkingSet):
         return gpus.after((self._last,))
 
 
-@SCHEDULING_RULES.register("adapter_affinity")
-class AdapterAffinity(LargestWorkingSet):
-    """Most requests of the same adapter, then Punica's rule: fewer adapters per batch, fewer loads. A sketch."""
-
-    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
-        adapter = request.adapter_id
-        return max(gpus, key=lambda gpu: (gpu.requests_of[adapter], len(gpu.members), gpu.uuid))
-
-
-@SCHEDULING_RULES.register("rank_aware")
-class RankAware(LargestWorkingSet):
-    """Least added cost if every row of a batch paid for its largest rank, then Punica's rule. A sketch."""
-
-    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
-        def added(gpu: Gpu) -> int:
-            members = len(gpu.members)
-            largest = max((member.rank for member in gpu.members.values()), default=0)
-            return (members + 1) * max(largest, request.rank) - members * largest
-
-        return max(gpus, key=lambda gpu: (-added(gpu), len(gpu.members), gpu.uuid))
-
-
 @SCHEDULING_RULES.register("llm_d")
 class LlmD(LargestWorkingSet):
     """llm-d's router: homes of an adapter first, and few of them: until all are saturated; then another GPU, up to
@@ -237,25 +215,6 @@ class LoRAServe(LargestWorkingSet):
                 place += part
         self._parts, self._seen, self._left = dict(parts), set(), self.EPOCH
         self._sent.clear()
-
-
-@SCHEDULING_RULES.register("chameleon")
-class Chameleon(LargestWorkingSet):
-    """Chameleon's weighted size of a request (MICRO 2025, arXiv 2411.17741): least weighted work, and the largest is
-    evicted. Left out: the queue by size, and predicted lengths; balancing GPUs is this rule's own.
-    """
-
-    PROMPT, OUTPUT = 0.4, 0.6  # weights of a token of the prompt and of the output
-
-    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
-        return min(gpus, key=lambda gpu: (sum(map(self._size, gpu.members.values())), gpu.uuid))
-
-    def victim(self, gpu: Gpu) -> ClusterRequest:
-        return max(gpu.members.values(), key=lambda request: (self._size(request), request.arrival))
-
-    def _size(self, request: ClusterRequest) -> float:
-        output = request.final_tokens - request.num_tokens
-        return (self.PROMPT * request.num_tokens + self.OUTPUT * output) * max(1, request.rank)
 
 
 @SCHEDULING_RULES.register("punica_consolidating")

@@ -79,7 +79,3 @@ class Span:
     def arrivals(self, rate: float, seed: int) -> NDArray[np.float64]:
         """Seconds at which requests arrive, a Poisson process of `rate` per second, until the deadline."""
         return poisson_arrivals(rate, self.deadline, independent_seeds(seed, 1)[0])
-
-    def counts(self, arrivals: NDArray[np.float64]) -> NDArray[np.bool_]:
-        first, end = self.measured
-        return (first <= arrivals) & (arrivals < end)

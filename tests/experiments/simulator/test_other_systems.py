@@ -68,21 +68,6 @@ def test_where_five_equal_requests_go(rule: str, expected: str) -> None:
     assert World(rule, batch=3).ask(1, 5) == expected
 
 
-def test_affinity_prefers_the_adapter_to_the_larger_working_set() -> None:
-    world = World("adapter_affinity", "ab", batch=4)
-    gpu, asked = world.policy.gpus["b"], world.ask(1, 2)
-    gpu.num_pages = gpu.used_pages  # full for a moment
-    asked += world.ask(2)
-    gpu.num_pages = 4000
-    assert asked + world.ask(2) + world.ask(3) == "bbaab"  # two on each at the end: b is the higher name
-
-
-def test_rank_aware_keeps_ranks_apart_while_there_is_room() -> None:
-    """A row of rank 8 adds 64 beside a 64, but 8 on an empty GPU or beside another 8."""
-    world = World("rank_aware", "ab", batch=3)
-    assert "".join(world.ask(adapter, rank=rank) for adapter, rank in ((1, 64), (2, 8), (3, 8), (4, 64))) == "baab"
-
-
 # llm-d
 
 
@@ -163,22 +148,6 @@ def test_loraserve_gives_each_gpu_similar_ranks_and_an_equal_part_of_the_demand(
     for part, rank in zip(found.values(), (8, 16, 32, 64), strict=True):
         assert len(part) == pytest.approx(len(asked) / 6, rel=0.25)
         assert Counter(part)[rank] > 0.6 * len(part)
-
-
-# Chameleon
-
-
-def test_chameleon_balances_weighted_sizes_and_evicts_the_largest() -> None:
-    world = World("chameleon", "ab")
-    assert world.ask(1, rank=64) == "a"
-    assert world.ask(2, count=7, rank=8) == "b" * 7  # seven eighths of a's one
-    assert world.ask(2, count=3, rank=8).count("a") == 1
-    gpu = world.policy.gpus["a"]
-    assert world.policy.rule.victim(gpu).rank == 64
-    other = World("chameleon", "a")
-    other.ask(1, prompt=40, final=44)
-    other.ask(1, prompt=4, final=44)
-    assert other.policy.rule.victim(other.policy.gpus["a"]).request_id == "1", "a token to come weighs more"
 
 
 # the paper's consolidation
