@@ -39,8 +39,8 @@ def timeline(policy, repeat=1, slots=None):
     return Timeline(lengths, ADAPTERS * repeat, policy, 2, slots)
 
 
-def of_1000(workload, policy="fcfs", lengths=released_lengths):
-    return Timeline(lengths(1000), popularity(workload).requests(1000).tolist(), policy, 32)
+def of_many(workload, policy="fcfs", lengths=released_lengths, count=300):
+    return Timeline(lengths(count), popularity(workload).requests(count).tolist(), policy, 32)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def cost(features):
     ],
 )  # fmt: skip
 def test_draws_agree_with_the_stream_and_together_predict_its_time_within_3_percent(lengths, workload, policy):
-    line = of_1000(workload, policy, lengths)
+    line = of_many(workload, policy, lengths)
     features, predicted = line.features(), []
     draws = draw_windows(line, 10, 4, 8)
     assert len({draw.starts for draw in draws}) == 10
@@ -112,11 +112,11 @@ def test_draws_agree_with_the_stream_and_together_predict_its_time_within_3_perc
 
 
 def test_a_draw_that_one_stream_refuses_is_drawn_again_for_all():
-    lines = {name: of_1000(name) for name in PAPER_WORKLOADS}
-    assert len({tuple(draw.starts for draw in draw_windows(line, 12, 2, 100)) for line in lines.values()}) > 1
+    lines = {name: of_many(name, count=120) for name in PAPER_WORKLOADS}
+    assert len({tuple(draw.starts for draw in draw_windows(line, 12, 2, 40)) for line in lines.values()}) > 1
     compared = [lines["Distinct"].with_adapters(line.adapters) for line in lines.values()]
     assert [other.means for other in compared] == [line.means for line in lines.values()]
-    found = {name: draw_windows(line, 12, 2, 100, compared=compared) for name, line in lines.items()}
+    found = {name: draw_windows(line, 12, 2, 40, compared=compared) for name, line in lines.items()}
     assert len({tuple(draw.starts for draw in draws) for draws in found.values()}) == 1
 
 
