@@ -25,7 +25,8 @@ whole length. Panels, in turns for each popularity; the first three also without
     company         one request, `repeats` times in random batches of others; `same_tokens`, `same_answers`: share of
                     its most frequent tokens, and with their log-probabilities.
     N in flight     of servers: the next request is sent when one ends (`in_flight`).
-    R requests/s    of servers: Poisson arrivals (`rates`), whether others are answered or not.
+    R requests/s    of servers: Poisson arrivals (`rates`), whether others are answered or not; with `workload=trace
+                    workload.path=FILE`, which is for loads alone, those of a trace at this rate.
     tokens          `first_token_alone`, `same_alone`: share of a mixed batch that begins as alone, and of tokens before
                     the first difference; `first_token_reference`: as our engine has. `start`: from checkpoint to
                     engine. With too few equal first tokens a system has no rows.
@@ -54,10 +55,11 @@ from tqdm import tqdm
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import by_cell, model_settings
 from experiments.harness.schema import Count, Counts, Seconds
-from experiments.servers.stream import NONE, Stream, companies, ids, stream_lengths
+from experiments.servers.stream import NONE, Stream, TracedStream, companies, ids, longest, stream_lengths
 from experiments.servers.systems import HOW_TO_GET_VLLM, PUNICA, SYSTEMS, versions
 from experiments.workload import popularity
 from experiments.workload.arrivals import Span
+from experiments.workload.traces import TRACE
 
 if TYPE_CHECKING:
     from experiments.servers.bench import Bench
@@ -111,7 +113,7 @@ class ServersConf(FigureConf):
     def sizes_of_work(self) -> dict[str, Any]:
         """Return what decides the work of an engine, with the most tokens of a request, in whole blocks."""
         decode = max(self.contexts) + (self.new_tokens[1] - self.new_tokens[0] + 1) // 2
-        stream, checked = 4 * self.lengths[0] + round(1.6 * self.lengths[1]), self.check_prompt + sum(self.check)
+        stream, checked = longest(*self.lengths), self.check_prompt + sum(self.check)
         names = {"adapters", "batch_size", "contexts", "new_tokens", "requests", "lengths", "warm", "rounds", "check",
                  "check_prompt", "repeats"}  # fmt: skip
         return {**self.model_dump(include=names), "max_model_len": -(-(max(decode, stream, checked) + 1) // 16) * 16}
@@ -120,7 +122,7 @@ class ServersConf(FigureConf):
 class Servers(Experiment):
     """Steps, prompts, streams, loads and tokens (the panels) by popularity and system."""
 
-    name, figure, order, conf = "ext_servers", "ext servers", 291, ServersConf
+    name, figure, order, conf, takes_trace = "ext_servers", "ext servers", 291, ServersConf, True
     reads = ("model", "workload", "adapters.ranks", "adapters.seed")
     clock, drawn_by, passes = "host_clock", "serving.draw_servers", 1
 
@@ -136,18 +138,19 @@ class Servers(Experiment):
             settings = {"server": asdict(server), "stream": asdict(_stream(cfg, NONE, ())),
                         "load": [*astuple(figure.span), figure.fields]}  # fmt: skip
             return [
-                Point(panel, server.label, workload, server.base, settings=settings) for panel, workload, _ in loads
+                Point(panel, server.label, workload, server.base, settings=settings | _of_trace(cfg, workload))
+                for panel, workload, _ in loads
             ]
         check(cfg, figure.adapters, "figure.adapters has")
         if cfg.hardware.device == "cpu" and cfg.scale.name != "smoke":
             self._say("on a CPU only figure.url= is measured, a server that runs (scale=smoke tries the rest)")
             return []
-        names = (NONE, *cfg.workload.names)
+        names = (NONE, *(name for name in cfg.workload.names if name != TRACE))  # a trace is a load
         steps = [(panel, name, size) for panel in METRICS for size in figure.contexts for name in names]
         cells = [(TOKENS, NONE, None), (COMPANY, NONE, None), *steps, *((STREAM, name, None) for name in names), *loads]
         wanted, model, rank = {TOKENS, *figure.parts, *figure.loads()}, cfg.model.name, cfg.adapters.ranks[0]
         return [
-            Point(panel, system, workload, model, figure.batch_size, size, rank, _settings(cfg, system))
+            Point(panel, system, workload, model, figure.batch_size, size, rank, _settings(cfg, system, workload))
             for system in self._possible(cfg)
             for panel, workload, size in cells
             if panel in wanted and panel not in ((*METRICS, COMPANY) if SYSTEMS[system].is_server else figure.loads())
@@ -201,7 +204,10 @@ def check(cfg: Config, there: int, where: str) -> None:
     rows, (short, long), longest = figure.batch_size, figure.new_tokens, figure.sizes_of_work()["max_model_len"]
     for name in cfg.workload.names if figure.loads() else ():
         turns = max(figure.in_flight, default=1)
-        needed[name] = turns if name == "Distinct" else popularity(name).number_of_adapters(figure.requests)
+        if name == TRACE:
+            needed[name] = len({*cfg.workload.trace(figure.requests).adapters})
+        else:
+            needed[name] = turns if name == "Distinct" else popularity(name).number_of_adapters(figure.requests)
     most = max(needed, key=lambda name: needed[name], default=NONE)
     for is_right, text in (
         (rows <= short < long, f"new_tokens={figure.new_tokens} must ascend from figure.batch_size={rows} or more: one "
@@ -229,14 +235,19 @@ def _url(cfg: Config) -> Served:
 
 def _stream(cfg: Config, workload: str, adapters: Sequence[str], repeat: int = 0) -> Stream:
     figure, seed = cast(ServersConf, cfg.figure), cfg.adapters.seed + repeat
-    words = figure.prompts == "text"
-    return Stream(workload, adapters, figure.requests, figure.lengths, cfg.model.vocab_size, seed, words)
+    given = workload, adapters, figure.requests, figure.lengths, cfg.model.vocab_size, seed, figure.prompts == "text"
+    return TracedStream(*given, trace=cfg.workload.trace(figure.requests)) if workload == TRACE else Stream(*given)
 
 
-def _settings(cfg: Config, system: str) -> dict[str, Any]:
+def _of_trace(cfg: Config, workload: str) -> dict[str, str]:
+    return {"trace": cfg.workload.trace(cast(ServersConf, cfg.figure).requests).digest} if workload == TRACE else {}
+
+
+def _settings(cfg: Config, system: str, workload: str) -> dict[str, Any]:
     figure, about = cast(ServersConf, cfg.figure), SYSTEMS[system]
     engine = [versions(about, figure.vllm_python), about.described()]
-    load = {"load": list(astuple(figure.span))} if about.is_server else {}
+    load: dict[str, Any] = {"load": list(astuple(figure.span))} if about.is_server else {}
+    load |= _of_trace(cfg, workload)
     sizes = figure.sizes_of_work()
     return {"model": model_settings(cfg.model), "sizes": sizes, "engine": engine, "seed": cfg.adapters.seed, **load}
 

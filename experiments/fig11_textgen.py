@@ -6,17 +6,17 @@ with its seed, `scale.requests` requests that all wait from the start, lengths s
 are timed (`experiments.systems.windows`), another draw in every pass, over a KV cache full of noise, in random order.
 `figure.whole_stream=true` serves the stream to its end and prints what windows predict beside it.
 `figure.lengths=stated` has the 101 generated tokens per request that the paper prints (D01), a tenth of the released
-generator's. Both have panels of their own, which no claim reads and no figure draws. Throughput counts prompt and new
-tokens (D13). `continuous_batching` and `static_batching` are our engine without LoRA, one adapter per batch: the
-policies of the paper's vLLM, and of its FasterTransformer and DeepSpeed, of which none was run. Hugging Face with PEFT
-was. All systems have the same matrix product (on a GPU, PEFT's mixed batches torch's, which the host launches faster).
-Switching adapters is charged to Punica and not to the baselines: `hf_peft` has its one adapter merged. On a GPU steps
-are CUDA graphs, captured before the clock, but for `hf_peft_mixed`, whose host launches every kernel.
-`punica_last_admitted` has the released harness's index rule (D04), and no bar. Before timing, logits of a few requests
-of each workload are compared with Hugging Face's, and once for each system on our engine those of
-`figure.whole_requests` up to `figure.whole_tokens` (`systems.check`). Cost at scale=laptop: about 5 minutes on two
-cores, 6 GB. At scale=paper a command ends after 8 minutes, and the same command again continues
-(`conf/recording.yaml` has pieces); 7B and 13B need 75 and 120 GB.
+generator's. `workload=trace workload.path=FILE` serves the requests of a trace. All have panels of their own, which no
+claim reads and no figure draws. Throughput counts prompt and new tokens (D13). `continuous_batching` and
+`static_batching` are our engine without LoRA, one adapter per batch: the policies of the paper's vLLM, and of its
+FasterTransformer and DeepSpeed, of which none was run. Hugging Face with PEFT was. All systems have the same matrix
+product (on a GPU, PEFT's mixed batches torch's, which the host launches faster). Switching adapters is charged to
+Punica and not to the baselines: `hf_peft` has its one adapter merged. On a GPU steps are CUDA graphs, captured before
+the clock, but for `hf_peft_mixed`, whose host launches every kernel. `punica_last_admitted` has the released harness's
+index rule (D04), and no bar. Before timing, logits of a few requests of each workload are compared with Hugging Face's,
+and once for each system on our engine those of `figure.whole_requests` up to `figure.whole_tokens` (`systems.check`).
+Cost at scale=laptop: about 5 minutes on two cores, 6 GB. At scale=paper a command ends after 8 minutes, and the same
+command again continues (`conf/recording.yaml` has pieces); 7B and 13B need 75 and 120 GB.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from experiments.facts.systems import STATED_LENGTHS, SYSTEMS
+from experiments.facts.systems import OF_A_TRACE, STATED_LENGTHS, SYSTEMS
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, main
 from experiments.harness.points import Point, Reading, model_settings
 from experiments.harness.schema import Count, Lengths
+from experiments.workload.traces import TRACE
 
 if TYPE_CHECKING:
     from experiments.systems.bench import StreamBench, StreamConf
@@ -59,7 +60,7 @@ class Fig11(Experiment):
         "model", "workload", "engine", "adapters.ranks", "adapters.alpha", "adapters.seed", "scale.requests",
         "scale.max_len",
     )  # fmt: skip
-    clock, drawn_by = "host_clock", "serving.draw_serving"
+    clock, drawn_by, takes_trace = "host_clock", "serving.draw_serving", True
 
     def points(self, cfg: Config) -> list[Point]:
         check_sizes(cfg)
@@ -72,6 +73,8 @@ class Fig11(Experiment):
         stream = (STATED_LENGTHS if figure.lengths == "stated" else "") + (
             f", whole stream, {scale.requests} requests" if figure.whole_stream else ""
         )
+        trace = cfg.workload.trace(scale.requests) if workload == TRACE else None
+        stream += f"{OF_A_TRACE}{trace.name}" if trace else ""
         settings = {
             "model": model_settings(cfg.model),
             "stream": {"lengths": figure.lengths, "requests": scale.requests, "max_len": scale.max_len},
@@ -79,6 +82,7 @@ class Fig11(Experiment):
             "engine": {"block_size": engine.block_size, "num_blocks": engine.num_blocks},
             "adapters": {"alpha": cfg.adapters.alpha, "seed": cfg.adapters.seed},
             "check": [figure.check_requests, figure.check_tokens, figure.whole_requests, figure.whole_tokens],
+            **({"trace": trace.digest} if trace else {}),
         }
         panel, used = f"{cfg.model.paper_name} Model{stream}", rank if facts.lora else None
         return Point(panel, system, workload, cfg.model.name, engine.max_batch_size, None, used, settings)
@@ -127,7 +131,8 @@ def sizes_of(cfg: Config) -> tuple[Limits, StreamConf]:
     figure, scale, engine = cast(TextgenConf, cfg.figure), cfg.scale, cfg.engine
     windows = (WHOLE_DRAWS if figure.whole_stream else scale.passes, figure.pieces, figure.steps, figure.slow_steps)
     limits = Limits(engine.max_batch_size, scale.max_len, engine.block_size, engine.num_blocks)
-    return limits, StreamConf(figure.lengths, scale.requests, scale.max_len, *windows)
+    trace = cfg.workload.trace(scale.requests) if TRACE in cfg.workload.names else None
+    return limits, StreamConf(figure.lengths, scale.requests, scale.max_len, *windows, trace)
 
 
 def check_sizes(cfg: Config) -> None:

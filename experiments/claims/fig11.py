@@ -6,7 +6,7 @@ import numpy as np
 
 from experiments.claims.fig01 import LAST, layers
 from experiments.claims.rows import Finding, NotMeasured, Rows, at, claim, curve, model_for, pick, smallest_step
-from experiments.facts.systems import MODELS, STATED_LENGTHS, baselines, name_of
+from experiments.facts.systems import MODELS, OTHER_STREAMS, baselines, name_of
 from experiments.fig12_textgen_70b import bytes_ratio
 from experiments.harness.schema import model_conf
 from experiments.workload.popularity import PAPER_WORKLOADS
@@ -30,7 +30,7 @@ class Serving:
         self.rows, self.role = rows, role
         frame = rows.figure("12" if role == "70B" else "11")
         self.model = model_for(frame, role)
-        frame = pick(frame[~frame["panel"].str.contains(STATED_LENGTHS)], model=self.model)
+        frame = pick(frame[~frame["panel"].str.contains(OTHER_STREAMS)], model=self.model)
         gpus = frame["panel"].str.extract(r", tp (\d+)")[0].astype(float).fillna(0).to_numpy()
         sizes = frame["batch_size"].to_numpy(dtype=float)
         self.gpus = int(gpus.max()) or None  # the paper's own rows do not say

@@ -17,7 +17,8 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 ENGINE = "experiments.systems.engine_systems.EngineSystem"
 HUGGING_FACE = "experiments.systems.hf_systems.HfSystem"
 FIG11, FIG12, LOAD, MANY = "fig11_textgen", "fig12_textgen_70b", "ext_latency_under_load", "ext_many_adapters"
-STATED_LENGTHS = ", stated lengths"
+STATED_LENGTHS, OF_A_TRACE = ", stated lengths", ", trace "
+OTHER_STREAMS = f"{STATED_LENGTHS}|{OF_A_TRACE}"
 """In the panels of Figure 11 of another stream than its own, which no claim reads."""
 
 

@@ -46,6 +46,7 @@ from experiments.harness.settings import (
 from experiments.measure import environment
 from experiments.measure.records import TIMERS, RowsError, disk_is_full, ensure_writable
 from experiments.workload.popularity import WORKLOADS
+from experiments.workload.traces import TRACE
 
 S = TypeVar("S", bound=Settings)
 INTERRUPTED = 130
@@ -118,7 +119,7 @@ def register_app(name: str, header: str, module: str, schema: type[RunConf], **c
     """
     for resolver, resolve in RESOLVERS.items():
         OmegaConf.register_new_resolver(resolver, resolve, replace=True)
-    register_names("workload", WORKLOADS.names())
+    register_names("workload", [TRACE, *WORKLOADS.names()])
     register_names("system", [])
     store = ConfigStore.instance()
     for timer in ("auto", *TIMERS):

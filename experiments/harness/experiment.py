@@ -53,6 +53,7 @@ class Experiment(ABC):
     differing: ClassVar[Sequence[str]] = ()  # columns of the points that are timed side by side; (): each point alone
     passes: ClassVar[int | None] = None  # over the grid; None: `scale.passes`
     version: ClassVar[int] = 1  # raise it when `measure` changes what its numbers mean: old rows become stale
+    takes_trace: ClassVar[bool] = False  # whether `workload=trace` is read
     _kept: tuple[object, object] = (None, None)
 
     @abstractmethod

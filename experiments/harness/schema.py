@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from experiments.workload.popularity import PAPER_WORKLOADS
+from experiments.workload.traces import FORMATS, SAMPLE, Trace
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
@@ -117,6 +119,28 @@ class NamesConf(Settings):
     names: list[str] = []
 
 
+class WorkloadConf(NamesConf):
+    """Popularities; or by `workload=trace` the requests of a file, whose adapters are by `adapter`: client, session, or
+    a popularity.
+    """
+
+    path: Path = SAMPLE
+    format: Literal[*FORMATS] = "lora"
+    adapter: str = "client"
+
+    def trace(self, requests: int) -> Trace:
+        """Read the first ``requests``, with their adapters; `ConfigError`: this cannot be."""
+        found = _traces(self.path, self.format, self.adapter, requests)
+        try:
+            _ = found.adapters
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"workload.path={self.path} cannot be read: {error}") from None
+        return found
+
+
+_traces = lru_cache(maxsize=1)(Trace)  # the same for every point
+
+
 class AdaptersConf(Settings):
     """The LoRA adapters of a figure: every rank in `ranks` is measured; `slots` null means the largest batch."""
 
@@ -198,7 +222,7 @@ class RunConf(Settings):
 
     model: ModelConf
     hardware: HardwareConf
-    workload: NamesConf
+    workload: WorkloadConf
     adapters: AdaptersConf
     system: NamesConf
     engine: EngineConf = EngineConf()

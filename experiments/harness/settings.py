@@ -28,6 +28,7 @@ from experiments.harness.schema import (
 from experiments.measure import environment
 from experiments.measure.records import TIMERS
 from experiments.workload.popularity import WORKLOADS
+from experiments.workload.traces import TRACE
 
 if TYPE_CHECKING:
     from experiments.harness.experiment import Experiment
@@ -77,7 +78,7 @@ def settle(cfg: DictConfig | Config, experiment: Experiment) -> Config:
     parts = {
         "hardware": _settled(given.hardware),
         "timer": TimerConf(name=clock),
-        "workload": NamesConf(names=_workloads(given)),
+        "workload": given.workload.model_copy(update={"names": _workloads(given, experiment)}),
         "system": NamesConf(names=_systems(given, experiment)),
     }
     return given.model_copy(update=parts)
@@ -115,9 +116,11 @@ def _timer(name: str, device: str) -> str:
     return name
 
 
-def _workloads(cfg: Config) -> list[str]:
+def _workloads(cfg: Config, experiment: Experiment) -> list[str]:
     names = cfg.workload.names or cfg.figure.workloads
-    if unknown := [name for name in names if name not in WORKLOADS.names()]:
+    if TRACE in names and not experiment.takes_trace:
+        raise ConfigError(f"workload=trace is not read by {experiment.name}: choose a popularity")
+    if unknown := [name for name in names if name not in (TRACE, *WORKLOADS.names())]:
         raise ConfigError(
             f"workload.names has {unknown[0]!r}, which is unknown; known: {', '.join(WORKLOADS.names())}. "
             "Choose workload=all or one of these, or register yours in experiments/workload/popularity.py"

@@ -12,8 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from experiments.facts.systems import (
+    OTHER_STREAMS,
     STAND_INS,
-    STATED_LENGTHS,
     SYSTEMS,
     baselines,
     by_paper_name,
@@ -43,7 +43,7 @@ SERVED = {"step_latency": "decode step (ms)", "prompt_latency": "prompts (ms)", 
 def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Draw a row of axes per panel (model): dots over popularities on a logarithmic axis."""
     rows, paper = rows[rows["metric"] == "throughput"], under_our_names(paper)
-    rows = without(rows, rows["panel"].str.contains(STATED_LENGTHS))
+    rows = without(rows, rows["panel"].str.contains(OTHER_STREAMS))
     rows = centre(without(rows, rows["system"].isin(WRONG)))
     panels = list(dict.fromkeys(rows["panel"]))
     figure, axes = style.grid(len(panels), 1, style.PAGE, 2.0 * len(panels) + 1.6, sharex=False)

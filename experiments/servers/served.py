@@ -54,7 +54,7 @@ class Served:
 
     async def _readings(self, stream: Stream, load: float, span: Span) -> list[Reading]:
         """Run one load. `CheckFailed`: no answer is right."""
-        arrivals = load if isinstance(load, int) else span.arrivals(load, stream.seed).tolist()
+        arrivals = load if isinstance(load, int) else stream.arrivals(load, span)
         async with Client(self.server, self.key, self.fields) as client:
             found = await run(client, stream.jobs(), span, arrivals)
         if found.answers and all(answer.error for answer in found.answers):

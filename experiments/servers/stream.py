@@ -6,8 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from experiments.workload import popularity
+from experiments.workload.arrivals import Span
+from experiments.workload.traces import Trace
 
 NONE = ""  # popularity of requests without adapters
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "on", "as", "at", "by", "we", "he", "or", "an", "be", "do", "so")
@@ -39,17 +42,40 @@ class Stream:
     seed: int
     words: bool = False
 
+    def drawn(self) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
+        """Return lengths and adapters of the requests that come again and again."""
+        return stream_lengths(self.requests, *self.lengths), popularity(self.workload).requests(self.requests)
+
+    def arrivals(self, rate: float, span: Span) -> list[float]:
+        return span.arrivals(rate, self.seed).tolist()
+
     def jobs(self) -> Iterator[Job]:
-        lengths, adapters = (
-            stream_lengths(self.requests, *self.lengths),
-            popularity(self.workload).requests(self.requests),
-        )
+        lengths, adapters = self.drawn()
         draws = np.random.Generator(np.random.PCG64(self.seed))
         while True:
             for (size, new), adapter in zip(lengths, adapters, strict=True):
                 prompt = draws.integers(self.vocab_size, size=size).tolist()
                 text = " ".join(WORDS[token % len(WORDS)] for token in prompt)
                 yield Job(self.adapters[adapter % len(self.adapters)], text if self.words else prompt, new)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStream(Stream):
+    """Requests of a trace, at its bursts, scaled to the longest of the chats."""
+
+    trace: Trace
+
+    def drawn(self) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
+        lengths = self.trace.lengths(longest(*self.lengths))
+        return list(zip(lengths.prompt.tolist(), lengths.output.tolist(), strict=True)), self.trace.adapters
+
+    def arrivals(self, rate: float, span: Span) -> list[float]:
+        return self.trace.arrivals(rate, span.deadline).tolist()
+
+
+def longest(prompt: int, new: int) -> int:
+    """Return the most tokens of a chat of these mean lengths."""
+    return 4 * prompt + round(1.6 * new)
 
 
 def ids(workload: str, requests: int, adapters: int) -> list[int]:

@@ -12,10 +12,11 @@ from experiments.harness.points import Reading, sampled
 from experiments.systems.check import Agreement, check_tokens
 from experiments.systems.engine_systems import EngineSystem
 from experiments.systems.serving import Step, built
-from experiments.systems.stream import Timeline, paper_stream, shortened, timeline_of
+from experiments.systems.stream import Timeline, jobs_of, paper_stream, shortened, timeline_of
 from experiments.systems.windows import Window, draw_windows
 from experiments.systems.world import World
 from experiments.workload.popularity import PAPER_WORKLOADS, popularity
+from experiments.workload.traces import TRACE, Trace
 
 WHOLE_DRAWS = 12  # windows beside a whole stream
 
@@ -31,6 +32,7 @@ class StreamConf:
     pieces: int
     steps: int
     slow_steps: int
+    trace: Trace | None = None  # of the workload `TRACE`
 
 
 class Drawn(NamedTuple):
@@ -53,7 +55,11 @@ class StreamBench:
         self._check, self._whole = check, whole
         self._checked = cache(partial(built, world=checked_on)) if checked_on else self.system
         sizes = stream.requests, stream.max_len, world.vocab_size, stream.lengths
-        self.jobs = cache(lambda workload: paper_stream(workload, *sizes))
+        self.jobs = cache(
+            lambda workload: jobs_of(stream.trace.lengths(stream.max_len), stream.trace.adapters, world.vocab_size)
+            if stream.trace and workload == TRACE
+            else paper_stream(workload, *sizes)
+        )
         self._replay = cache(
             lambda workload, admission: timeline_of(self.jobs(workload), admission, world.limits.max_batch_size)
         )

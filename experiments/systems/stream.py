@@ -34,7 +34,11 @@ def paper_stream(
 ) -> list[Job]:
     """Draw `num_requests` requests in order of arrival; `workload` decides their adapters and nothing else."""
     drawn = rescaled((stated_lengths if lengths == "stated" else released_lengths)(num_requests), max_len)
-    adapters = popularity(workload).requests(num_requests)
+    return jobs_of(drawn, popularity(workload).requests(num_requests), vocab_size)
+
+
+def jobs_of(drawn: RequestLengths, adapters: NDArray[np.int64], vocab_size: int) -> list[Job]:
+    """Return requests of these lengths for these adapters, from 0, with random prompts."""
     words = np.random.Generator(np.random.PCG64(0))
     return [
         Job(tuple(words.integers(vocab_size, size=prompt).tolist()), int(output), int(adapter) + 1)

@@ -10,6 +10,7 @@ Adapters are given by a rule: of the client, of the session, or by a popularity.
 """
 
 import csv
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,7 @@ from experiments.workload.popularity import WORKLOADS, popularity
 TRACE = "Trace"  # the workload that is a file
 SAMPLE = Path(__file__).with_name("lora-trace-v1.csv")
 BLOCK_TOKENS = 512
-FITTING = 99  # percent of requests that are scaled to fit a model; the rest are cut
+FITTING = 95  # percent of requests that are scaled to fit a model; the rest are cut
 
 
 class Columns(NamedTuple):
@@ -76,6 +77,15 @@ class Trace:
     def requests(self) -> list[TracedRequest]:
         return read_trace(self.path, self.form, self.most)
 
+    @property
+    def name(self) -> str:
+        return f"{self.path.stem} by {self.rule}"
+
+    @property
+    def digest(self) -> str:
+        """Twelve hex digits over requests and adapters."""
+        return hashlib.sha256(repr((self.requests, self.adapters.tolist())).encode()).hexdigest()[:12]
+
     @cached_property
     def adapters(self) -> NDArray[np.int64]:
         """The adapter of each request, [n], from 0 in order of first use; a request without a key has its own.
@@ -91,8 +101,9 @@ class Trace:
             request.client if self.rule == "client" else request.session or request.blocks[common : common + 1]
             for request in self.requests
         ]
-        if not any(keys):
-            raise ValueError(f"{self.path} has no {self.rule} to give adapters by: choose workload.adapter=Zipf")
+        if self.rule not in ("client", "session") or not any(keys):
+            known = ", ".join(["client", "session", *WORKLOADS.names()])
+            raise ValueError(f"it has no {self.rule} to give adapters by: choose workload.adapter={known}")
         own = [key or number for number, key in enumerate(keys)]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(own))}
         return np.array([numbers[key] for key in own])

@@ -48,7 +48,7 @@ def test_files_of_burstgpt_without_sessions_and_with_failures(tmp_path):
         tmp_path, "Timestamp,Model,Request tokens,Response tokens", "9,ChatGPT,5,0", "8,ChatGPT,6,2", "7,GPT-4,7,1"
     )
     assert [request.prompt for request in read_trace(path, "burstgpt")] == [7, 6]  # by arrival
-    with pytest.raises(ValueError, match=r"no session .* workload.adapter=Zipf"):
+    with pytest.raises(ValueError, match=r"no session .* workload.adapter=client"):
         _ = Trace(path, "burstgpt", "session").adapters
 
 
