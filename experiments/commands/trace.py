@@ -63,8 +63,8 @@ class Client(NamedTuple):
             draws.choice([*chances], len(times), p=np.array([*chances.values()]) / sum(chances.values()))
             for chances in self.lengths
         )
-        for at, *tokens in zip(times, prompt, output, strict=True):
-            yield float(at), self.name, *(max(1, int(count)) for count in tokens)
+        for at, asked, made in zip(times.tolist(), prompt.tolist(), output.tolist(), strict=True):
+            yield at, self.name, max(1, asked), max(1, made)
 
 
 def clients(folder: Path, start: int) -> Iterator[Client]:

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from experiments.workload.popularity import PAPER_WORKLOADS
-from experiments.workload.traces import FORMATS, SAMPLE, Trace
+from experiments.workload.traces import SAMPLE, Trace
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
@@ -125,7 +125,7 @@ class WorkloadConf(NamesConf):
     """
 
     path: Path = SAMPLE
-    format: Literal[*FORMATS] = "lora"
+    format: Literal["lora", "azure", "burstgpt", "mooncake"] = "lora"
     adapter: str = "client"
 
     def trace(self, requests: int) -> Trace:
