@@ -69,7 +69,7 @@ def parser() -> ArgumentParser:
         made.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}, as Engine.from_pretrained")
     made.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")
     made.add_argument("--fp8", choices=("float8_e4m3fn", "float8_e5m2"), help="format of the adapters' slots")
-    for name in ("fp8-kv-cache", "batch-invariant", "prefix-cache"):
+    for name in ("fp8-weights", "fp8-kv-cache", "batch-invariant", "prefix-cache"):
         made.add_argument(f"--{name}", action="store_true", default=None, help="as Engine.from_pretrained")
     made.add_argument("--gpu", metavar="FILE", help="description of the GPU to compile for; default: this machine's")
     made.add_argument("--describe", metavar="FILE", help="write the description of this machine's GPU, no more")

@@ -22,6 +22,7 @@ from punica.parallel import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
+from punica.parallel.matmul import MOST_DEQUANTISED
 from punica.scheduling import ADAPTER_INDEX_RULES, AdmissionRule, BlockManager, PrefixCache
 
 DEFAULT_MODEL_LEN = 8192
@@ -240,8 +241,8 @@ def graph_reserve(model: LlamaForCausalLM, config: EngineConfig) -> int:
     """Estimate the bytes of all CUDA graphs of an engine; 0 if it has none.
 
     Graphs share the intermediate results of the largest step: per row four hidden states (queries, keys and values
-    counted as one) and three inner ones of the MLP, per request two rows of logits. Kernels are counted for every graph
-    that `Engine.capture_graphs` could make.
+    counted as one) and three inner ones of the MLP, per request two rows of logits; and what is dequantised at once of
+    weights in FP8. Kernels are counted for every graph that `Engine.capture_graphs` could make.
     """
     if model.lm_head.weight.device.type != "cuda" or not config.cuda_graphs:
         return 0
@@ -250,6 +251,7 @@ def graph_reserve(model: LlamaForCausalLM, config: EngineConfig) -> int:
     inner *= getattr(sizes, "num_experts_per_tok", None) or 1
     decodes, prompts = decode_sizes(config.max_batch_size), prompt_sizes(config.max_num_batched_tokens)
     elements = (prompts[-1] + decodes[-1]) * (4 * sizes.hidden_size + 3 * inner) + 2 * decodes[-1] * sizes.vocab_size
+    elements += min(MOST_DEQUANTISED, max((one.numel() for one in model.parameters() if one.dtype == E4M3), default=0))
     graphs = 7 * len(decodes) + 10 * len(prompts)  # each with LoRA again for adapters of embedding or head
     return elements * model.lm_head.weight.element_size() + graphs * _GRAPH_BYTES
 

@@ -139,7 +139,7 @@ class Engine(Generation):
         cls, folder: str | Path, adapters: LoRARequest | Iterable[LoRARequest] = (), *,
         dtype: torch.dtype | str | None = None, device: torch.device | str | None = None,
         max_model_len: int | None = None, memory_fraction: float = 0.9, max_batch_size: int = 32, block_size: int = 16,
-        num_blocks: int | None = None, fp8_kv_cache: bool = False, cuda_graphs: bool = True,
+        num_blocks: int | None = None, fp8_weights: bool = False, fp8_kv_cache: bool = False, cuda_graphs: bool = True,
         batch_invariant: bool = False, prefill_chunk: int | None = None, prefix_cache: bool = False,
         adapter_templates: bool = False, seed: int = 0, admission: str = "fcfs", warm_up: bool | None = None,
         **lora: Any,
@@ -152,6 +152,7 @@ class Engine(Generation):
         Args:
             adapters: adapters to size the engine for; others may be served later as far as they fit.
             dtype: of weights and cache; ``None``: the checkpoint's.
+            fp8_weights: as `LlamaForCausalLM`: one byte per weight of linear layers; tokens may differ.
             device: ``None``: the current GPU, else the CPU.
             max_model_len: most tokens of a request; ``None``: the least of the model's positions or sliding window,
                 8192, and what the cache holds.
@@ -174,7 +175,8 @@ class Engine(Generation):
             "prefill_chunk": prefill_chunk, "prefix_cache": prefix_cache, "adapter_templates": adapter_templates,
             "seed": seed,
         }  # fmt: skip
-        parts = load_pretrained(folder, requests, dtype, device, max_model_len, memory_fraction, sizes, lora)
+        weights = {"dtype": dtype, "device": device, "fp8_weights": fp8_weights}
+        parts = load_pretrained(folder, requests, weights, max_model_len, memory_fraction, sizes, lora)
         model, lora_config, engine_config, tokenizer, defaults = parts
         engine = cls(model, lora_config, engine_config, admission, tokenizer, defaults, warm_up=warm_up)
         if engine.manager is not None:

@@ -44,13 +44,13 @@ class GenerationDefaults:
 
 
 def load_pretrained(
-    folder: str | Path, adapters: Sequence[LoRARequest], dtype: torch.dtype | str | None,
-    device: torch.device | str | None, max_model_len: int | None, memory_fraction: float, sizes: dict[str, Any],
-    lora: dict[str, Any],
+    folder: str | Path, adapters: Sequence[LoRARequest], weights: dict[str, Any], max_model_len: int | None,
+    memory_fraction: float, sizes: dict[str, Any], lora: dict[str, Any],
 ) -> tuple[LlamaForCausalLM, LoRAConfig | None, EngineConfig, Any, GenerationDefaults]:  # fmt: skip
     """Load the parts of ``Engine.from_pretrained``; checks that need no weights come before reading them.
 
-    ``sizes``: further fields of an ``EngineConfig``; ``lora``: of a ``LoRAConfig``. The fourth part is the tokenizer.
+    ``weights``: dtype, device and form of the weights, as ``Engine.from_pretrained`` takes them; ``sizes``: further
+    fields of an ``EngineConfig``; ``lora``: of a ``LoRAConfig``. The fourth part is the tokenizer.
     """
     fraction = check_number("memory_fraction", memory_fraction)
     if not 0.0 < fraction <= 1.0:
@@ -62,7 +62,8 @@ def load_pretrained(
         if lora_config is not None and asked.get("batch_invariant"):
             lora_config = replace(lora_config, batch_invariant=True)
         tokenizer = load_tokenizer(folder)
-        model = load_model(folder, _as_dtype(dtype), device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = weights["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_model(folder, _as_dtype(weights["dtype"]), device, fp8_weights=weights["fp8_weights"])
         defaults = read_generation_defaults(folder, model.config, has_tokenizer=tokenizer is not None)
     length = min(model.max_context, DEFAULT_MODEL_LEN) if max_model_len is None else max_model_len
     config = EngineConfig(**{**sizes, "max_model_len": length})

@@ -28,10 +28,10 @@ from punica.layers.utils import (
 from punica.ops.interface import ALONE, Beside
 from punica.parallel.group import split_tensor_along_last_dim, tensor_model_parallel_all_reduce
 from punica.parallel.linear import (
+    SKINNY_METHODS,
     LinearOutput,
     ReplicatedLinear,
     RowParallelLinear,
-    UnquantizedLinearMethod,
     check_last_dim,
 )
 from punica.parallel.matmul import is_skinny
@@ -89,8 +89,9 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         if self._streams is not None and self._inner.takes_aside and not has_no_lora(wrapper):
             aside = self._streams.begin(rows)
             if aside is not None:
-                plain = (self.weight,) if bias is None else (self.weight, bias)
-                beside = Beside(aside, plain if self._has_plain_product(x, rows) else ())
+                base = self.base_layer
+                plain = self._has_plain_product(x, rows)
+                beside = Beside(aside, base.quant_method.operands(base, bias) if plain else ())
         output = x.new_empty(x.shape[0], self.output_size) if beside.base else self._base_output(x, bias)
         y = as_rows(output)
         self._inner.add_linear(y, rows, self.lora_weights, True, beside)
@@ -104,7 +105,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
 
     def _has_plain_product(self, x: Tensor, rows: Tensor) -> bool:
         """True where the base product is one that the op of the LoRA term can make as well: that of `is_skinny`."""
-        plain = not self._uses_base_forward and type(self.base_layer.quant_method) is UnquantizedLinearMethod
+        plain = not self._uses_base_forward and type(self.base_layer.quant_method) in SKINNY_METHODS
         return plain and rows.dtype == x.dtype and is_skinny(x, self.weight)
 
     def _base_output(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -104,6 +104,9 @@ class LlamaDecoderLayer(nn.Module):
     def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__()
         self.self_attn, self.mlp = self.make_parts(config, layer_index)
+        for module in self.modules() if config.fp8_weights else ():
+            if isinstance(module, LinearBase):
+                module.hold_fp8()  # here, so that no more than a layer's weights are ever of 16 bits
         norms = (nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=config.dtype) for _ in range(2))
         self.input_layernorm, self.post_attention_layernorm = norms
 
@@ -152,6 +155,8 @@ class LlamaForCausalLM(nn.Module):
         config: a ``transformers.LlamaConfig``, ``MistralConfig``, ``Qwen2Config`` or ``Qwen3Config``, or a folder whose
             ``config.json`` is one. The attribute is a copy with the ``dtype``.
         dtype, device: of the weights; ``dtype`` ``None`` takes the config's, or float32 when it has none.
+        fp8_weights: linear layers hold float8_e4m3fn with a scale per output row, quantised as they are loaded from
+            ``dtype``, in which rows are still computed; embedding, head and norms keep it.
 
     The weights are uninitialised until :meth:`init_random_weights` or :meth:`load_weights`. Engines refuse a model
     whose ``has_weights`` is False; set it after filling the parameters in another way. Full attention is exact up to
@@ -167,10 +172,16 @@ class LlamaForCausalLM(nn.Module):
     config_classes: ClassVar[dict[str, type[Any]]] = DENSE
     layer_class: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
 
-    def __init__(self, config: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, config: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
+        *, fp8_weights: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
+        if not isinstance(fp8_weights, bool):
+            raise TypeError(f"fp8_weights must be a bool, got {fp8_weights!r}")
         self.config: Any = self.resolve_config(config)
         self.config.dtype = dtype or self.config.dtype or torch.float32
+        self.config.fp8_weights = fp8_weights
         self.max_context: int = self.config.max_context
         vocab, hidden = self.config.vocab_size, self.config.hidden_size
         with torch.device(device):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from punica.models.checkpoint import FLOATS, NO_WEIGHTS, CheckpointEntry, StoredTensor, stored_tensors
-from punica.models.families import EXPERTS, model_type_of
+from punica.models.families import DENSE, EXPERTS, model_type_of
 from punica.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 from punica.parallel import FusedMoE, ReplicatedLinear
 
@@ -150,18 +150,26 @@ class MixtureOfExpertsForCausalLM(LlamaForCausalLM):
 
 
 def load_model(
-    folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-) -> LlamaForCausalLM:
+    folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
+    *, fp8_weights: bool = False,
+) -> LlamaForCausalLM:  # fmt: skip
     """Build the model of ``config.json`` in ``folder``, of any family, and load its weights.
 
     ``dtype``: of the weights; ``None`` takes the config's, else that of the first tensor, as transformers does.
-    FileNotFoundError: no folder, config or weights. ValueError: an unsupported family; a damaged or wrong config;
-    damaged or quantised weights.
+    ``fp8_weights``: as `LlamaForCausalLM`. FileNotFoundError: no folder, config or weights. ValueError: an unsupported
+    family; a damaged or wrong config; damaged or quantised weights; experts in FP8.
     """
-    model_class = MixtureOfExpertsForCausalLM if model_type_of(folder) in EXPERTS else LlamaForCausalLM
+    kind = model_type_of(folder)
+    model_class = MixtureOfExpertsForCausalLM if kind in EXPERTS else LlamaForCausalLM
+    if fp8_weights and kind in EXPERTS:
+        raise ValueError(
+            f"fp8_weights is for dense models ({', '.join(DENSE)}), {str(folder)!r} is a {kind}, whose experts have no "
+            "FP8 form; leave it out"
+        )
     config = model_class.resolve_config(folder)
     stored = stored_tensors(folder, NO_WEIGHTS)  # what is refused takes no memory of the device
     of_tensors = FLOATS[next(iter(stored.values())).dtype] if stored else None
-    model = model_class(config, dtype or config.dtype or of_tensors, device)
+    given: dict[str, Any] = {"fp8_weights": fp8_weights} if fp8_weights else {}
+    model = model_class(config, dtype or config.dtype or of_tensors, device, **given)
     model.load_weights(folder)
     return model

@@ -22,11 +22,12 @@ class Beside(NamedTuple):
     """A base product that is computed beside the shrink.
 
     ``aside``: context that puts launches on another stream and joins that to the current one (None: no other stream).
-    ``base``: ``weight [N, K]`` and perhaps ``bias [N]`` of a product that y gets first (it may be uninitialised).
+    ``base``: ``weight [N, K]`` and perhaps ``bias [N]`` of a product that y gets first (it may be uninitialised); of a
+    weight in float8_e4m3fn, bias or None, and scales of its rows, float32 ``[N]``.
     """
 
     aside: Callable[[], AbstractContextManager] | None = None
-    base: Sequence[Tensor] = ()
+    base: Sequence[Any] = ()
 
 
 ALONE = Beside()

@@ -98,12 +98,12 @@ def dequantize(q: Tensor, scale: Tensor, block: Sequence[int] | None = None) -> 
         wanted = (*q.shape[:-2], *block_counts(q, block))
         if tuple(scale.shape) != wanted:
             raise ValueError(f"scale has shape {tuple(scale.shape)}; blocks {block} of {tuple(q.shape)} need {wanted}")
-        return q.float() * over_elements(scale, q.shape, block)
+        return upcast(q) * over_elements(scale, q.shape, block)
     if scale.numel() == 1:
-        return q.float() * scale.reshape(())
+        return upcast(q) * scale.reshape(())
     if scale.shape != q.shape[:-1]:
         raise ValueError(f"scale has shape {tuple(scale.shape)}; expected one element or, by channel, {q.shape[:-1]}")
-    return q.float() * scale[..., None]
+    return upcast(q) * scale[..., None]
 
 
 def upcast(q: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from punica.checks import check_count
+from punica.ops.quant import E4M3, quantize_per_channel
 from punica.parallel.group import (
     divide,
     get_tensor_model_parallel_rank,
@@ -22,7 +23,7 @@ from punica.parallel.group import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
-from punica.parallel.matmul import invariant_linear, linear
+from punica.parallel.matmul import fp8_linear, invariant_linear, linear
 
 LinearOutput = Tensor | tuple[Tensor, Tensor | None]
 
@@ -32,6 +33,20 @@ class UnquantizedLinearMethod:
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear(x, layer.weight, bias)
+
+    def operands(self, layer: Any, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the product's operands as `punica.ops.interface.Beside` takes them."""
+        return (layer.weight,) if bias is None else (layer.weight, bias)
+
+
+class Fp8LinearMethod:
+    """The product with a weight in float8_e4m3fn and ``layer.weight_scale``; rows and sums as without it."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return fp8_linear(x, layer.weight, layer.weight_scale, bias)
+
+    def operands(self, layer: Any, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+        return layer.weight, bias, layer.weight_scale
 
 
 class BatchInvariantLinearMethod:
@@ -44,6 +59,8 @@ class BatchInvariantLinearMethod:
 
 
 PLAIN_METHODS = (UnquantizedLinearMethod, BatchInvariantLinearMethod)
+SKINNY_METHODS = (UnquantizedLinearMethod, Fp8LinearMethod)
+"""Methods whose product of few rows the op of a LoRA term can make as well."""
 
 
 def dense_layers(model: nn.Module) -> dict[str, Any]:
@@ -120,6 +137,7 @@ class LinearBase(nn.Module):
     """
 
     weight: nn.Parameter
+    weight_scale: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
@@ -134,13 +152,36 @@ class LinearBase(nn.Module):
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.prefix, self._label, self.return_bias = prefix, prefix or type(self).__name__, return_bias
         self.tp_rank, self.tp_size = resolve_tp(tp_rank, tp_size)
-        self.quant_method = UnquantizedLinearMethod()
+        self.quant_method: Any = UnquantizedLinearMethod()
 
     def _create_parameters(self, out_features: int, in_features: int, bias: bool) -> None:
         weight = torch.empty(out_features, in_features, dtype=self.params_dtype)
         self.weight = annotated_parameter(weight, self.weight_loader)
         zeros = torch.zeros(out_features, dtype=self.params_dtype) if bias else None
         self.register_parameter("bias", None if zeros is None else annotated_parameter(zeros, self.weight_loader))
+
+    def hold_fp8(self) -> None:
+        """Hold the weight, which is not loaded yet, in float8_e4m3fn, with ``weight_scale``, float32 ``[out]``.
+
+        Loaders then quantise full rows, rounded to ``params_dtype``: all ranks, and any number of them, have one scale
+        for a row. ValueError for NaN, inf, and numbers beyond that dtype.
+        """
+        rows, device = self.weight.shape[0], self.weight.device
+        self.weight = annotated_parameter(torch.empty_like(self.weight, dtype=E4M3), self._load_fp8)
+        scales = torch.ones(rows, dtype=torch.float32, device=device)
+        self.weight_scale = annotated_parameter(scales, self.weight_loader)
+        self.quant_method = Fp8LinearMethod()
+
+    def _load_fp8(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:
+        real = loaded_weight.to(param.device, self.params_dtype)
+        values, scale = quantize_per_channel(real, check=False)
+        if not bool(torch.isfinite(scale).all()):
+            raise ValueError(
+                f"the weight of {self.prefix or self._label} has NaN, inf or a number beyond {self.params_dtype}, for "
+                "which there is no scale; save the checkpoint again, or serve it with dtype bfloat16"
+            )
+        self.weight_loader(param, values, shard_id)
+        self.weight_loader(self.weight_scale, scale, shard_id)
 
     def output_shards(self) -> dict[Hashable, OutputShard]:
         """Checkpoint matrices by shard id, in the order of their parts in the weight; here one, whole."""

@@ -1,6 +1,7 @@
 """The dense product of every base layer: ``x @ weight^T + bias``.
 
-On a GPU a few rows of 16 bits go through `skinny_gemm`, which reads the weight once and starts early (PDL).
+On a GPU a few rows of 16 bits go through `skinny_gemm`, which reads the weight once and starts early (PDL). So do those
+of a weight in FP8; for more rows, and on a CPU, it is dequantised for each product.
 
 torch sends float32 products on a CPU to MKL, which is slow for a few rows on AMD's processors: 81 ms for four rows of
 ``llama-small``'s linear layers, 33 ms by oneDNN (also in torch), and 17 against 19 ms for one. So batches go to oneDNN
@@ -17,8 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from punica.ops.quant import E4M3, dequantize
+
 MOST_SKINNY_ROWS = 32
 """Rows up to which `skinny_gemm` was measured to be faster than cuBLAS."""
+MOST_FP8_ROWS = 64
+"""The same for a weight in FP8, which cuBLAS cannot read: all that `skinny_gemm` takes."""
+MOST_DEQUANTISED = 1 << 27
+"""Elements of a weight in FP8 that are dequantised at once: 256 MiB of 16 bits."""
 
 
 @dataclass
@@ -54,11 +61,37 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply as `linear` with ``weight * scale[:, None]``: ``weight [out, in]`` in float8_e4m3fn, ``scale [out]`` in
+    float32. `skinny_gemm` multiplies the sums by the scales; elsewhere the product is rounded to the dtype of ``x``.
+    """
+    if x.is_cuda and is_skinny(x, weight):
+        from punica.ops.triton_ops.backbone import skinny_gemm
+
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        skinny_gemm(out, x, weight, bias, scale)
+        return out
+    if weight.numel() <= MOST_DEQUANTISED:
+        return linear(x, dequantised(weight, scale, x.dtype), bias)
+    rows = max(1, MOST_DEQUANTISED // weight.shape[1])
+    parts = [slice(first, first + rows) for first in range(0, weight.shape[0], rows)]
+    tiles = ((dequantised(weight[part], scale[part], x.dtype), bias if bias is None else bias[part]) for part in parts)
+    return torch.cat([linear(x, *tile) for tile in tiles], -1)
+
+
+def dequantised(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``weight * scale[:, None]`` of a weight in FP8, rounded once to ``dtype``."""
+    if weight.is_cpu:
+        return dequantize(weight, scale).to(dtype)
+    return weight.to(dtype).mul_(scale[:, None])  # exact before it; no copy in float32
+
+
 def is_skinny(x: Tensor, weight: Tensor) -> bool:
     """Tell whether `skinny_gemm` serves a product on a GPU: few rows, 16 bits, no gradient, no tracer."""
-    if x.dim() != 2 or x.shape[0] > MOST_SKINNY_ROWS or x.dtype not in (torch.float16, torch.bfloat16):
+    most, dtype = (MOST_FP8_ROWS, x.dtype) if weight.dtype == E4M3 else (MOST_SKINNY_ROWS, weight.dtype)
+    if x.dim() != 2 or x.shape[0] > most or x.dtype not in (torch.float16, torch.bfloat16):
         return False
-    plain = type(x) in PLAIN_TENSORS and x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype
+    plain = type(x) in PLAIN_TENSORS and x.stride(1) == weight.stride(1) == 1 and x.dtype == dtype
     return plain and x.numel() > 0 and not (x.requires_grad or torch.compiler.is_compiling())
 
 

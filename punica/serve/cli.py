@@ -90,6 +90,7 @@ def parser() -> ArgumentParser:
         help="/metrics, which needs no key, names adapters: for routers that place requests by adapter")  # fmt: skip
     add("--prefix-cache", action="store_true", help="equal beginnings of prompts are computed once")
     add("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")
+    add("--weights", choices=("fp8",), help="quantise those of linear layers while loading; default: in --dtype")
     return made
 
 
@@ -147,6 +148,8 @@ def _sizes(options: Namespace) -> dict[str, Any]:
     names = ("max_model_len", "max_batch_size", "max_loras", "max_cpu_loras", "max_lora_rank", "prefill_chunk", "dtype")
     sizes = {name: value for name in names if (value := getattr(options, name)) is not None}
     sizes |= {"adapter_templates": options.adapter_templates, "prefix_cache": options.prefix_cache}
+    if options.weights == "fp8":
+        sizes["fp8_weights"] = True
     if "prefill_chunk" in sizes:
         sizes["admission"] = "chunked"
     if options.allow_folder and not options.adapter:

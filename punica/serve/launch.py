@@ -52,8 +52,9 @@ def _load(base: str, folder: str, adapters: Sequence[LoRARequest], sizes: dict[s
     if manager is not None:
         slots = f"adapters: {len(adapters)}, slots: {manager.lora_slots} of rank {manager.lora_config.max_lora_rank}"
     device = torch.cuda.get_device_name(weight.device) if weight.is_cuda else "CPU"
+    stored = ", weights: fp8" if engine.runner.model.config.fp8_weights else ""
     print(
-        f"{base}: {slots}, dtype: {str(weight.dtype).removeprefix('torch.')}, device: {device}, threads: "
+        f"{base}: {slots}, dtype: {str(weight.dtype).removeprefix('torch.')}{stored}, device: {device}, threads: "
         f"{torch.get_num_threads()}, context: {config.max_model_len} tokens, batch: {config.max_batch_size} requests, "
         f"KV cache: {config.total_blocks * config.block_size} tokens; loaded in {time.perf_counter() - began:.1f} s",
         file=sys.stderr, flush=True,

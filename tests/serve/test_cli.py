@@ -104,6 +104,13 @@ def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> No
     assert engine.manager.lora_config.max_lora_rank == 16
 
 
+def test_weights_in_fp8(world: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    _, engine = built(str(world.checkpoint), "--weights=fp8", "--max-batch-size=2")
+    assert engine.runner.model.model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
+    assert ", dtype: float32, weights: fp8, " in capsys.readouterr().err
+    assert not built(str(world.checkpoint), "--max-batch-size=2")[1].runner.model.config.fp8_weights
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -117,10 +124,11 @@ def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> No
         (["--ray=2", "--max-loras=3", "--max-batch-size=4"], "--max-loras 3 is below"), (["--api-key="], "API key"),
         (["--max-model-len=1"], "at least 2"), (["--grace=inf"], "a number, at least 0"), (["--drain=nan"], "--drain"),
         (["--dtype=int8"], "--dtype"), (["@{tiny}/model.safetensors"], "decode"), (["--api-key=ü€"], "Latin-1"),
+        (["--weights=int4"], "--weights"),
         (["--adapter", "sql"], "is not NAME=VALUE"), (["--adapter", "sql="], "is not NAME=VALUE"),
         (["--adapter", "=x"], "is not NAME=VALUE"), (["--ray=2", "without"], "pip install 'punica-lora[clust"),
     ],
-    ids=range(27),
+    ids=range(28),
 )  # fmt: skip
 def test_what_is_refused_is_one_line(
     world: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any

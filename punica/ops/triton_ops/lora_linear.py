@@ -19,20 +19,22 @@ without tensor cores (`choose_form`), in a launch of their own.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from punica.ops.expect import FLOATS
 from punica.ops.interface import Beside
-from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
+from punica.ops.triton_ops.backbone.checks import check_numbers, check_row_scales, check_rows, check_shape
 from punica.ops.triton_ops.backbone.skinny_gemm import (
     MAX_TOKENS,
     GemmForm,
     TilesForm,
     WeightForm,
+    base_operands,
     choose_form,
     gemm_tile,
     gemm_tiles,
@@ -56,10 +58,10 @@ _MOST_ELEMENTS = 16384
 
 
 class BaseForm(NamedTuple):
-    """A base product whose weight and bias were checked."""
+    """A base product whose weight and bias were checked. dtype: of x and y; None: any that kernels have."""
 
     weight: WeightForm
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     device: torch.device
 
 
@@ -71,7 +73,7 @@ def _gemm_and_shrink_kernel(
 ):  # fmt: skip
     """Compute tiles of the base product as `gemm_tile` takes them, then rows, slices, ranks and splits of the shrink.
 
-    base: weight, bias (or any tensor) and y; sums: workspace of a split product; strides: of rows of x, weight and y.
+    base: of `base_operands`, for y; sums: workspace of a split product; strides: of rows of x, weight and y.
     """
     TILES: tl.constexpr = (GEMM.n + GEMM.block_n - 1) // GEMM.block_n
     x_stride, _, _ = strides
@@ -96,40 +98,47 @@ class GemmAndShrinkPlan(NamedTuple):
     counts: tuple[int, int, int]
 
     def run(
-        self, source: Sequence[Tensor], weights: Sequence[Tensor], targets: tuple[Tensor, Tensor], batch: Batch,
+        self, source: Sequence[Any], weights: Sequence[Tensor], targets: tuple[Tensor, Tensor], batch: Batch,
         lora_ranks: Tensor | None, aligned: bool, scale: float,
     ) -> None:  # fmt: skip
-        """Launch; source: x, the base weight, and its bias if it has one; targets: partials and y."""
-        (x, *base), (partials, y), mapping = source, targets, batch.tensors[0]
+        """Launch; source: x, and the base product's operands; targets: partials and y."""
+        (x, weight, *rest), (partials, y), mapping = source, targets, batch.tensors[0]
+        bias, of_rows = (*rest, None, None)[:2]
         ranks = mapping if lora_ranks is None else lora_ranks
-        sums = split_workspace(y, base[0], self.form)
-        tensors = (x, (base[0], base[-1], y), sums, tuple(weights), partials, mapping, ranks)
+        sums = split_workspace(y, weight, self.form)
+        tensors = (x, base_operands(weight, bias, y, of_rows), sums, tuple(weights), partials, mapping, ranks)
         self.launch(tensors, (*self.counts, scale), aligned)
 
 
-def check_base_switches(base: Sequence[Tensor], add_inputs: bool) -> None:
-    """Raise TypeError, ValueError: no weight and perhaps bias, or one whose product the LoRA term would overwrite."""
-    if not isinstance(base, (tuple, list)) or not all(isinstance(one, Tensor) for one in base) or len(base) > 2:
-        raise TypeError(f"base must be (weight,) or (weight, bias), two tensors at most, got {type(base).__name__}")
+def check_base_switches(base: Sequence[Tensor | None], add_inputs: bool) -> None:
+    """Raise TypeError, ValueError: not as in `Beside`, or one whose product the LoRA term would overwrite."""
+    known = isinstance(base, (tuple, list)) and len(base) <= 3
+    if not known or not all(isinstance(one, Tensor) or (one is None and i == 1) for i, one in enumerate(base)):
+        raise TypeError(
+            "base must be (weight,), (weight, bias), or (weight, bias or None, scale) in FP8, three tensors at most, "
+            f"got {type(base).__name__}"
+        )
     if base and not add_inputs:
         raise ValueError("add_inputs must be True with a base product, which the LoRA term is added to")
 
 
-def describe_base(base: Sequence[Tensor]) -> BaseForm | None:
-    """Check ``weight [N, K]`` and ``bias [N]`` (if given) and return their form; None without a base product.
+def describe_base(base: Sequence[Any]) -> BaseForm | None:
+    """Check ``weight [N, K]``, ``bias`` and ``scale`` ``[N]`` (if given); return their form, None without a product.
 
     ValueError, TypeError: shapes, layouts, dtypes or devices.
     """
     if not base:
         return None
-    weight, bias = base[0], base[1] if len(base) > 1 else None
+    weight, bias, scale = (*base, None, None)[:3]
     n, _ = check_shape("base weight", weight, (None, None))
     check_rows("base weight", weight)
+    stored = check_row_scales("base weight", weight, scale, weight.device)
+    dtype = bias.dtype if stored and bias is not None else None if stored else weight.dtype
     if bias is not None:
         check_shape("base bias", bias, (n,))
         check_rows("base bias", bias)
-        check_same(weight, **{"base bias": bias})
-    return BaseForm(weight_form(weight, bias), weight.dtype, weight.device)
+        check_numbers(weight.device, bias.dtype if stored else weight.dtype, **{"base bias": bias})
+    return BaseForm(weight_form(weight, bias), dtype, weight.device)
 
 
 def check_base(base: BaseForm, x: Tensor, y: Tensor) -> None:
@@ -141,9 +150,11 @@ def check_base(base: BaseForm, x: Tensor, y: Tensor) -> None:
         )
     if x.shape[0] > MAX_TOKENS:
         raise ValueError(f"a base product here takes up to {MAX_TOKENS} rows, got {x.shape[0]}; multiply it before")
-    if not (x.dtype == y.dtype == base.dtype and x.device == y.device == base.device and x.stride(1) == 1):
+    same = x.dtype == y.dtype and (x.dtype in FLOATS if base.dtype is None else x.dtype == base.dtype)
+    if not (same and x.device == y.device == base.device and x.stride(1) == 1):
+        wanted = base.dtype or "a float"
         raise TypeError(
-            f"x and y must be {base.dtype} on {base.device}, as the base weight is, and x have a last stride of 1; "
+            f"x and y must be {wanted} on {base.device}, as base weight or bias is, and x have a last stride of 1; "
             f"got {x.dtype} on {x.device} with strides {x.stride()}, and {y.dtype} on {y.device}"
         )
 

@@ -133,7 +133,7 @@ class TritonOps:
         if plan is not None:
             bits = a.low_bits | b.low_bits
             for one in base:
-                bits |= one.data_ptr()
+                bits |= 0 if one is None else one.data_ptr()
             plan.run(y, x, weights, batch, _aligned(x, y, None, bits), float(scale), beside)
         elif base:
             skinny_gemm(y, x, *base)

@@ -30,6 +30,20 @@ def check_same(like: Tensor, **tensors: Tensor) -> None:
             )
 
 
+def check_row_scales(name: str, weight: Tensor, scale: Tensor | None, device: torch.device) -> bool:
+    """Tell whether ``weight [N, K]`` is FP8. TypeError, ValueError: it is float8_e4m3fn on ``device`` and ``scale``, if
+    any, float32 ``[N]``; or it has a scale and is not.
+    """
+    if weight.dtype != E4M3 and scale is None:
+        return False
+    if weight.dtype != E4M3 or scale is None or weight.device != device:
+        given = f"{weight.dtype} on {weight.device} {'without' if scale is None else 'with'} scales"
+        raise TypeError(f"{name} must be a float with no scales, or {E4M3} on {device} with them, got {given}")
+    check_shape(f"scale of {name}", scale, tuple(weight.shape[:1]))
+    check_numbers(device, torch.float32, **{f"scale of {name}": scale})
+    return True
+
+
 def check_cache(keys: Tensor, values: Tensor, like: Tensor) -> None:
     """Check keys and values of one layer: ``[rows, Hkv, D]``, contiguous, of ``like``'s dtype or float8_e4m3fn."""
     check_shape("keys", keys, (None, None, None))

@@ -11,6 +11,7 @@ Two kernels, one meaning:
 With PDL (compute capability 9.0) a program prefetches its first tile of weights before it waits for the predecessor,
 which wrote x but no weight. Two or four tiles cost a step of 7B 0.05 and 0.1 ms (H200). K may be cut among programs:
 each writes a partial of float32, and the last at a tile adds them in ascending order, so that the bits repeat.
+A weight in float8_e4m3fn is read as bytes and upcast in registers, exactly; its scales, one per row, multiply the sums.
 """
 
 from typing import Any, NamedTuple
@@ -21,8 +22,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from punica.ops.triton_ops.backbone.checks import check_rows, check_same, check_shape
+from punica.ops.triton_ops.backbone.checks import check_row_scales, check_rows, check_same, check_shape
 from punica.ops.triton_ops.device import accumulator, dot, pdl_launch_then_wait
+from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
 from punica.ops.triton_ops.launch import (
     INTERPRETED,
     Launch,
@@ -81,6 +83,7 @@ class GemmTiles(NamedTuple):
     ahead: int
     has_bias: bool
     pdl: bool
+    format: int
 
 
 class GemmRows(NamedTuple):
@@ -94,22 +97,24 @@ class GemmRows(NamedTuple):
     vector: int
     has_bias: bool
     pdl: bool
+    format: int
 
 
 class WeightForm(NamedTuple):
-    """Shape and layout of ``weight [n, k]`` and its bias. prefetches: rows are whole units of 16 bytes."""
+    """Shape, layout and format of ``weight [n, k]``, and its bias. prefetches: rows are whole units of 16 bytes."""
 
     n: int
     k: int
     stride: int
     has_bias: bool
     prefetches: bool
+    format: int
 
 
 def weight_form(weight: Tensor, bias: Tensor | None) -> WeightForm:
     (n, k), stride = weight.shape, weight.stride(0)
     whole = weight.data_ptr() % 16 == 0 and (k | stride) * weight.element_size() % 16 == 0
-    return WeightForm(n, k, stride, bias is not None, whole)
+    return WeightForm(n, k, stride, bias is not None, whole, fp8_format(weight.dtype))
 
 
 @triton.jit
@@ -144,16 +149,18 @@ def sum_planes(places, plane_size, SPLIT_K: tl.constexpr):
 
 
 @triton.jit
-def _store(out_ptrs, total, bias_ptr, offs_n, mask, HAS_BIAS: tl.constexpr):
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + offs_n, mask=mask, other=0.0).to(tl.float32)
+def _store(out_ptrs, total, base, offs_n, mask, GEMM: tl.constexpr):
+    if GEMM.format > 0:
+        total *= tl.load(base[3] + offs_n, mask=mask, other=0.0)
+    if GEMM.has_bias:
+        total += tl.load(base[1] + offs_n, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptrs, total.to(out_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _add_products(sums, w, x_ptrs, x_stride, left, offs_k, GEMM: tl.constexpr):
     """Add the products of one tile to every token's sums [PARTS, BLOCK_N], those of a vector added up first."""
-    weights = w.to(tl.float32)
+    weights = upcast(w, GEMM.format, tl.float32)
     mask = offs_k < (1 << 30 if GEMM.k % GEMM.block_k == 0 else left)
     added: tl.tuple = ()
     TOKENS: tl.constexpr = GEMM.tokens
@@ -166,10 +173,10 @@ def _add_products(sums, w, x_ptrs, x_stride, left, offs_k, GEMM: tl.constexpr):
 @triton.jit
 def _gemm_rows_kernel(x_ptr, base, strides, GEMM: tl.constexpr):
     """Compute block_n rows of the weight, all tokens. ``vector``: neighbours along K that one thread loads, and adds up
-    first. base: weight, bias (or any tensor) and output; strides: of rows of x, weight and output.
+    first. base: of `base_operands`; strides: of rows of x, weight and output.
     """
     BLOCK_K: tl.constexpr = GEMM.block_k
-    w_ptr, bias_ptr, out_ptr = base
+    w_ptr, out_ptr = base[0], base[2]
     x_stride, w_stride, out_stride = strides
     STEPS: tl.constexpr = (GEMM.k + BLOCK_K - 1) // BLOCK_K
     PARTS: tl.constexpr = BLOCK_K // GEMM.vector
@@ -191,7 +198,7 @@ def _gemm_rows_kernel(x_ptr, base, strides, GEMM: tl.constexpr):
         sums = _add_products(sums, w, x_ptrs + start, x_stride, GEMM.k - start, offs_k, GEMM)
         w = w_next
     for t in tl.static_range(TOKENS):
-        _store(out_ptr + t * out_stride + offs_n, tl.sum(sums[t], 0), bias_ptr, offs_n, offs_n < GEMM.n, GEMM.has_bias)
+        _store(out_ptr + t * out_stride + offs_n, tl.sum(sums[t], 0), base, offs_n, offs_n < GEMM.n, GEMM)
 
 
 @triton.jit
@@ -207,7 +214,7 @@ def add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM: tl.constexp
             mask_k = offs_k < GEMM.k - start
             w = tl.load(w_ptrs + start, mask=mask_k[:, None], other=0.0)
             x = tl.load(x_ptrs + start, mask=mask_t[:, None] & mask_k[None, :], other=0.0)
-        acc = dot(x, w, acc, True)
+        acc = dot(x, upcast(w, GEMM.format, x.dtype), acc, True)
     return acc
 
 
@@ -217,21 +224,20 @@ def finish_tile(acc, base, sums, place, offsets, mask_t, out_stride, GEMM: tl.co
 
     place: tile and split; offsets: columns [block_n] and tokens [block_t].
     """
-    _, bias_ptr, out_ptr = base
     planes_ptr, arrived_ptr = sums
     tile, split = place
     offs_n, offs_t = offsets
-    out_ptrs = out_ptr + offs_t[None, :] * out_stride + offs_n[:, None]
+    out_ptrs = base[2] + offs_t[None, :] * out_stride + offs_n[:, None]
     mask = (offs_n < GEMM.n)[:, None] & mask_t[None, :]
     if GEMM.split_k == 1:
-        _store(out_ptrs, acc, bias_ptr, offs_n[:, None] + offs_t[None, :] * 0, mask, GEMM.has_bias)
+        _store(out_ptrs, acc, base, offs_n[:, None] + offs_t[None, :] * 0, mask, GEMM)
     else:
         PLANE: tl.constexpr = (GEMM.n + GEMM.block_n - 1) // GEMM.block_n * GEMM.block_n * GEMM.block_t
         places = planes_ptr + offs_n[:, None] * GEMM.block_t + offs_t[None, :]
         tl.store(places + split * PLANE, acc)
         if is_last(arrived_ptr, tile, GEMM.split_k):
             total = sum_planes(places, PLANE, GEMM.split_k)
-            _store(out_ptrs, total, bias_ptr, offs_n[:, None] + offs_t[None, :] * 0, mask, GEMM.has_bias)
+            _store(out_ptrs, total, base, offs_n[:, None] + offs_t[None, :] * 0, mask, GEMM)
 
 
 @triton.jit
@@ -240,7 +246,7 @@ def gemm_tile(x_ptr, base, sums, tile, split, tokens, strides, GEMM: tl.constexp
     nor from block_t. ``base``, ``strides``: as in the kernels; ``sums``: partials and counters of split K.
     """
     BLOCK_N: tl.constexpr = GEMM.block_n
-    w_ptr, _, _ = base
+    w_ptr = base[0]
     x_stride, w_stride, out_stride = strides
     STEPS: tl.constexpr = (GEMM.k + GEMM.block_k - 1) // GEMM.block_k
     first, end = STEPS * split // GEMM.split_k, STEPS * (split + 1) // GEMM.split_k
@@ -303,8 +309,9 @@ def arrivals(weight: Tensor) -> Tensor:
 
 
 def skinny_gemm(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False
-) -> None:
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None,
+    *, batch_invariant: bool = False,
+) -> None:  # fmt: skip
     """Compute ``out = x @ weight^T + bias`` for few rows.
 
     Args:
@@ -312,48 +319,57 @@ def skinny_gemm(
             in all of these.
         x: ``[T, K]``, T at most 64, of the same dtype.
         weight: ``[N, K]``, as `torch.nn.Linear` keeps it. Calls with one weight must not overlap on two streams
-            (programs that share a tile count their arrivals beside it).
+            (programs that share a tile count their arrivals beside it). Or float8_e4m3fn, with ``scale``.
         bias: ``[N]``, or None.
+        scale: float32 ``[N]``, of the rows of a weight in FP8: the product is that of ``weight * scale[:, None]``.
         batch_invariant: a row's bits do not depend on T; few rows then pay for the form of many.
 
     float32 takes IEEE products.
     """
-    _check(out, x, weight, bias)
+    _check(out, x, weight, bias, scale)
     (tokens, k), n = x.shape, weight.shape[0]
     if tokens == 0 or n == 0:
         return
     form = choose_form(n, k, tokens, x.dtype, Gpu.of(x.device).multiprocessors, batch_invariant)
-    run_form(out, x, weight, bias, form)
+    run_form(out, x, weight, bias, form, scale)
 
 
-def run_form(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, form: GemmForm) -> None:
+def base_operands(weight: Tensor, bias: Tensor | None, out: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+    """Join the kernels' argument ``base``: weight, bias (or any tensor), output, scales of a weight in FP8."""
+    if scale is None:
+        return weight, weight if bias is None else bias, out
+    return as_operand(weight), scale if bias is None else bias, out, scale
+
+
+def run_form(out: Tensor, x: Tensor, weight: Tensor, bias: Any, form: GemmForm, scale: Tensor | None = None) -> None:
     """Run `skinny_gemm` in a given form, on operands known to be right."""
     (tokens, k), n, pdl = x.shape, weight.shape[0], supports_pdl(x.device)
     tiles = triton.cdiv(n, form.block_n)
     strides = x.stride(0), weight.stride(0), out.stride(0)
-    base = (weight, weight if bias is None else bias, out)
+    base = base_operands(weight, bias, out, scale)
     shared: dict[str, Any] = {"num_warps": form.num_warps, "pdl": pdl, "device": x.device}
     operands: tuple[Any, ...] = (x, base)
     counts: tuple[int, ...] = ()
     if isinstance(form, RowsForm):
-        vector = 16 // x.element_size()
-        rows = GemmRows(n, k, tokens, form.block_n, form.block_k, vector, bias is not None, pdl)
+        vector, kind = 16 // weight.element_size(), fp8_format(weight.dtype)
+        rows = GemmRows(n, k, tokens, form.block_n, form.block_k, vector, bias is not None, pdl, kind)
         launch = Launch(_gemm_rows_kernel, (tiles, 1, 1), (x.dtype,), strides, {"GEMM": rows}, **shared)
     else:
         constants = {"GEMM": gemm_tiles(form, x, weight_form(weight, bias), pdl)}
         grid = (tiles, form.split_k, 1)
         launch = Launch(_gemm_tiles_kernel, grid, (x.dtype, form.split_k > 1), strides, constants, **shared)
-        operands, counts = (*operands, split_workspace(out, weight, form)), (tokens,)
+        operands, counts = (x, base, split_workspace(out, weight, form)), (tokens,)
     with on_device(x.get_device()):
         launch(operands, counts, not INTERPRETED and all_aligned(x, *base))
 
 
 def gemm_tiles(form: TilesForm, x: Tensor, weight: WeightForm, pdl: bool) -> GemmTiles:
-    tile_bytes = form.block_k * (form.block_n + form.block_t) * x.element_size()
+    size = x.element_size()
+    tile_bytes = form.block_k * (form.block_n * (1 if weight.format else size) + form.block_t * size)
     return GemmTiles(
         weight.n, weight.k, form.block_t, form.block_n, form.block_k, form.split_k,
         stages_that_fit(form.num_stages, tile_bytes, x.device), form.ahead if weight.prefetches else 0,
-        weight.has_bias, pdl,
+        weight.has_bias, pdl, weight.format,
     )  # fmt: skip
 
 
@@ -365,7 +381,7 @@ def split_workspace(out: Tensor, weight: Tensor, form: TilesForm) -> tuple[Tenso
     return torch.empty(size, dtype=torch.float32, device=out.device), arrivals(weight)
 
 
-def _check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> None:
     check_runnable(x.device)
     tokens, k = check_shape("x", x, (None, None))
     n, _ = check_shape("weight", weight, (None, k))
@@ -379,4 +395,6 @@ def _check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
     for name, tensor in operands.items():
         check_rows(name, tensor)
+    if check_row_scales("weight", weight, scale, x.device):
+        del operands["weight"]
     check_same(x, **operands)

@@ -1,4 +1,6 @@
-"""A projection of few rows: every form computes x @ weight^T + bias, whatever the sizes, layouts and splits."""
+"""A projection of few rows: every form computes x @ weight^T + bias, whatever the sizes, layouts and splits; and with a
+weight in FP8 and scales of its rows.
+"""
 
 import itertools
 from typing import Any
@@ -7,24 +9,37 @@ import pytest
 import torch
 
 from punica.capture import capture
+from punica.ops.quant import E4M3, dequantize, quantize_per_channel
 from punica.ops.triton_ops.backbone import skinny_gemm
 from punica.ops.triton_ops.backbone.skinny_gemm import GemmForm, RowsForm, TilesForm, choose_form, run_form
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+STORED = pytest.mark.parametrize(
+    ("dtype", "fp8"), [(dtype, fp8) for dtype in DTYPES for fp8 in (False, True)], ids=str
+)  # fmt: skip
 TOKENS = (1, 2, 3, 8, 16, 17, 32, 33, 64)
 
 
 class Case:
     """Operands whose rows lie apart, NaN between them, and the product in float64."""
 
-    def __init__(self, tokens: int, n: int, k: int, dtype: torch.dtype, device: str, gap: int = 8) -> None:
+    def __init__(
+        self, tokens: int, n: int, k: int, dtype: torch.dtype, device: str, gap: int = 8, fp8: bool = False
+    ) -> None:
         self.x, _ = self._rows(tokens, k, gap, dtype, device)
-        self.weight, _ = self._rows(n, k, gap, dtype, device)
+        self.weight, whole = self._rows(n, k, gap, dtype, device)
         self.weight /= k**0.5
+        self.scale: torch.Tensor | None = None
         self.bias = torch.randn(n).to(device, dtype)
         self.out, self.whole = self._rows(tokens, n, gap, dtype, device)
-        self.product = self.x.double() @ self.weight.double().t()
+        real = self.weight.double()
+        if fp8:
+            self.scale = quantize_per_channel(self.weight)[1] * torch.logspace(-1, 1, n, device=device)
+            stored = (whole.float() / self.scale[:, None]).clamp(-448, 448).to(E4M3)  # NaN in the gaps
+            self.weight = stored[:, :k]
+            real = dequantize(self.weight, self.scale).double()
+        self.product = self.x.double() @ real.t()
 
     @staticmethod
     def _rows(rows: int, width: int, gap: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,19 +54,19 @@ class Case:
 
     def run(self, with_bias: bool = True, batch_invariant: bool = False) -> torch.Tensor:
         bias = self.bias if with_bias else None
-        skinny_gemm(self.out, self.x, self.weight, bias, batch_invariant=batch_invariant)
+        skinny_gemm(self.out, self.x, self.weight, bias, self.scale, batch_invariant=batch_invariant)
         self.check(with_bias)
         return self.out.clone()
 
     def run_form(self, form: GemmForm) -> None:
-        run_form(self.out, self.x, self.weight, self.bias, form)
+        run_form(self.out, self.x, self.weight, self.bias, form, self.scale)
         self.check(True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@STORED
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_any_number_of_rows(tokens: int, dtype: torch.dtype, device: str) -> None:
-    case = Case(tokens, 40, 96, dtype, device)
+def test_any_number_of_rows(tokens: int, dtype: torch.dtype, fp8: bool, device: str) -> None:
+    case = Case(tokens, 40, 96, dtype, device, fp8=fp8)
     case.run(with_bias=False)
     case.run(batch_invariant=True)
 
@@ -59,27 +74,40 @@ def test_any_number_of_rows(tokens: int, dtype: torch.dtype, device: str) -> Non
 @pytest.mark.parametrize(("n", "k", "gap"), [(1, 1, 0), (33, 7, 1), (70, 129, 3), (8, 640, 0)])
 @pytest.mark.parametrize("tokens", [1, 3, 9])
 def test_odd_sizes_and_layouts(tokens: int, n: int, k: int, gap: int, device: str) -> None:
-    for dtype in (torch.float32, torch.float16):
-        Case(tokens, n, k, dtype, device, gap).run()
+    for dtype, fp8 in ((torch.float32, False), (torch.float16, False), (torch.float16, True)):
+        Case(tokens, n, k, dtype, device, gap, fp8).run()
 
 
 @pytest.mark.parametrize("split_k", [1, 2, 3])
-@pytest.mark.parametrize("k", [192, 200])
-def test_every_form_and_split(k: int, split_k: int, device: str) -> None:
-    case = Case(3, 40, k, torch.float16, device)
+@pytest.mark.parametrize(("k", "fp8"), [(192, False), (200, False), (200, True)])
+def test_every_form_and_split(k: int, fp8: bool, split_k: int, device: str) -> None:
+    case = Case(3, 40, k, torch.float16, device, fp8=fp8)
     case.run_form(RowsForm(2 << split_k, 32, 4))
     for block_t, ahead in ((8, 0), (16, 64)):
         case.run_form(TilesForm(block_t, 16, 32, split_k, 3, 4, ahead))
 
 
 def test_rows_do_not_depend_on_their_batch(device: str) -> None:
-    for dtype in DTYPES:
-        case = Case(17, 24, 600, dtype, device)
+    for dtype, fp8 in (*((dtype, False) for dtype in DTYPES), (torch.bfloat16, True)):
+        case = Case(17, 24, 600, dtype, device, fp8=fp8)
         whole = case.run(batch_invariant=True)
         for first, end in ((0, 1), (5, 8), (7, 16)):
             out = torch.empty(end - first, 24, dtype=dtype, device=device)
-            skinny_gemm(out, case.x[first:end], case.weight, case.bias, batch_invariant=True)
+            skinny_gemm(out, case.x[first:end], case.weight, case.bias, case.scale, batch_invariant=True)
             assert torch.equal(out, whole[first:end])
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_every_value_of_fp8_with_scales_of_any_size(tokens: int, device: str) -> None:
+    """Subnormals, zeros and both NaN; sums leave the range of float16 before they are scaled."""
+    x = 200 * torch.eye(16, dtype=torch.float16)[:tokens].to(device)
+    codes, scale = torch.arange(256, dtype=torch.uint8).view(16, 16).view(E4M3), torch.logspace(-35, -4, 16)
+    scale[3], scale[4] = 0.0, 1e38
+    out = torch.empty(tokens, 16, dtype=torch.float16, device=device)
+    skinny_gemm(out, x, codes.to(device), None, scale.to(device))
+    expected = ((x.cpu().double() @ codes.double().T) * scale.double()).half()
+    assert (int(expected.isnan().sum()), bool(expected.isinf().any())) == (2 * tokens, True)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-3, atol=1e-7, equal_nan=True)
 
 
 def test_the_invariant_form_is_one_form() -> None:
@@ -100,6 +128,7 @@ def test_bad_operands_are_refused(device: str) -> None:
         "out": torch.zeros(2, 8, device=device), "x": torch.zeros(2, 4, device=device),
         "weight": torch.zeros(8, 4, device=device), "bias": torch.zeros(8, device=device),
     }  # fmt: skip
+    fp8, ones = good["weight"].to(E4M3), torch.ones(8, device=device)
     wide = torch.zeros(65, 4, device=device)
     for kind, message, changes in (
         (ValueError, r"weight must be \[any, 4\]", {"weight": torch.zeros(8, 5, device=device)}),
@@ -107,6 +136,11 @@ def test_bad_operands_are_refused(device: str) -> None:
         (ValueError, r"bias must be \[8\]", {"bias": good["bias"][:7]}),
         (ValueError, "weight must have a last stride of 1", {"weight": torch.zeros(4, 8, device=device).t()}),
         (TypeError, "weight must be torch.float32", {"weight": good["weight"].half()}),
+        (TypeError, "weight must be .* without scales", {"weight": fp8}),
+        (TypeError, "weight must be .* torch.float32 on .* with scales", {"scale": ones}),
+        (TypeError, "torch.float8_e5m2 on", {"weight": good["weight"].to(torch.float8_e5m2), "scale": ones}),
+        (TypeError, "scale of weight must be torch.float32", {"weight": fp8, "scale": ones.half()}),
+        (ValueError, r"scale of weight must be \[8\]", {"weight": fp8, "scale": ones[:7]}),
         (ValueError, "up to 64 rows", {"x": wide, "out": torch.zeros(65, 8, device=device)}),
     ):
         with pytest.raises(kind, match=message):
@@ -114,19 +148,19 @@ def test_bad_operands_are_refused(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@STORED
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (12288, 4096), (4096, 11008), (1000, 5120)])
-def test_full_sizes(n: int, k: int, dtype: torch.dtype) -> None:
-    case = Case(64, n, k, dtype, "cuda")
+def test_full_sizes(n: int, k: int, dtype: torch.dtype, fp8: bool) -> None:
+    case = Case(64, n, k, dtype, "cuda", 16, fp8)
     whole = case.run(batch_invariant=True)
     for tokens in TOKENS:
         x, out = case.x[:tokens], torch.empty(tokens, n, dtype=dtype, device="cuda")
-        skinny_gemm(out, x, case.weight, case.bias, batch_invariant=True)
+        skinny_gemm(out, x, case.weight, case.bias, case.scale, batch_invariant=True)
         assert torch.equal(out, whole[:tokens])
         for _ in range(2):
-            skinny_gemm(out, x, case.weight, case.bias)
+            skinny_gemm(out, x, case.weight, case.bias, case.scale)
             again = torch.empty_like(out)
-            skinny_gemm(again, x, case.weight, case.bias)
+            skinny_gemm(again, x, case.weight, case.bias, case.scale)
             assert torch.equal(out, again)
         expected = case.product[:tokens] + case.bias.double()
         torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

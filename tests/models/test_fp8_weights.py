@@ -1,0 +1,134 @@
+"""Models whose linear layers hold FP8: they compute what the model of the dequantised weights computes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from punica.engine.attention import token_bytes
+from punica.engine.config import EngineConfig, EngineMemory, fit_blocks
+from punica.models import LlamaForCausalLM, load_model
+from punica.ops.quant import dequantize, quantize_per_channel
+from punica.parallel import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, matmul
+from tests.models.moe_world import CONFIGS as EXPERTS
+from tests.models.moe_world import hugging_face, logits_of
+from tests.models.test_llama import CONFIGS, IDS
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+MOST_ERROR = 0.2
+"""Bound of |logits in FP8 - logits| / |logits| for these models, whose weights are random; 0.10 to 0.15 were found."""
+MOST_ROUNDING = 0.03
+"""The same of one weight matrix; 0.024 to 0.026 were found."""
+
+
+def linears(model: LlamaForCausalLM) -> list[LinearBase]:
+    return [module for module in model.modules() if isinstance(module, LinearBase)]
+
+
+def both(config: Any, dtype: torch.dtype) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """Models with the same random weights, in FP8 and not."""
+    models = LlamaForCausalLM(config, dtype, fp8_weights=True), LlamaForCausalLM(config, dtype)
+    for model in models:
+        model.init_random_weights(5)
+    return models
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama2", "biases", "tied", "odd sizes", "qwen2", "qwen3"])
+def test_logits_are_those_of_the_dequantised_weights_and_near_the_models(name: str, dtype: torch.dtype) -> None:
+    narrow, plain = both(CONFIGS[name], dtype)
+    logits = logits_of(plain, IDS).double()
+    for low, full in zip(linears(narrow), linears(plain), strict=True):
+        values, scale = quantize_per_channel(full.weight)
+        assert torch.equal(low.weight.view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(low.weight_scale, scale)
+        real = dequantize(values, scale)
+        assert 0 < (real - full.weight).norm() / full.weight.norm() < MOST_ROUNDING
+        full.weight.data = real.to(dtype)
+    found = logits_of(narrow, IDS)
+    assert torch.equal(found, logits_of(plain, IDS))
+    error = (found.double() - logits).norm() / logits.norm()
+    assert 0 < error < MOST_ERROR
+    assert narrow.lm_head.weight.dtype == narrow.model.embed_tokens.weight.dtype == dtype
+
+
+def test_blocks_take_the_memory_that_the_weights_leave(monkeypatch) -> None:
+    """Of a device with as much memory as the model of 16 bits takes, and a few blocks."""
+    narrow, plain = both(CONFIGS["llama2"], torch.bfloat16)
+    config = EngineConfig(num_blocks=1000)
+    taken, blocks = [EngineMemory.of(model, None, config, 0).weights for model in (narrow, plain)], []
+    assert taken[1] - taken[0] == sum(one.weight.numel() - 4 * one.output_size for one in linears(plain)) > 0
+    for model, weights in zip((narrow, plain), taken, strict=True):
+        left = taken[1] + (1 << 16) - weights
+        monkeypatch.setattr("punica.engine.config.free_bytes", lambda device, left=left: left)
+        blocks.append((fit_blocks(model, config, 0, 1.0), left // (16 * token_bytes(model))))
+    assert blocks[0][0] == blocks[0][1] > blocks[1][0] == blocks[1][1]
+
+
+@pytest.mark.parametrize("kind", ["row", "merged", "qkv"])
+def test_ranks_have_parts_of_the_whole_and_one_scale_for_a_row(kind: str) -> None:
+    """Rows whose largest element is on the last rank."""
+    makers: dict[str, Any] = {
+        "row": lambda **given: RowParallelLinear(48, 20, **given),
+        "merged": lambda **given: MergedColumnParallelLinear(48, [8, 24], **given),
+        "qkv": lambda **given: QKVParallelLinear(48, 4, 4, 1, **given),
+    }  # fmt: skip
+    shards: dict[str, dict] = {"row": {None: 20}, "merged": {0: 8, 1: 24}, "qkv": {"q": 16, "k": 4, "v": 4}}
+    for rank in range(2):
+        given = {"bias": False, "params_dtype": torch.bfloat16, "tp_rank": rank, "tp_size": 2}
+        layer, plain = makers[kind](**given), makers[kind](**given)
+        layer.hold_fp8()
+        for shard, rows in shards[kind].items():
+            matrix = torch.randn(rows, 48) * torch.logspace(-2, 2, 48)
+            layer.weight.weight_loader(layer.weight, matrix, shard)
+            real = dequantize(*quantize_per_channel(matrix.bfloat16())).bfloat16()
+            plain.weight.weight_loader(plain.weight, real, shard)
+        for _ in range(2):
+            assert torch.equal(dequantize(layer.weight, layer.weight_scale).bfloat16(), plain.weight)
+            with pytest.raises(ValueError, match="checkpoint tensor must have shape"):
+                layer.weight.weight_loader(layer.weight, torch.ones(7, 48), next(iter(shards[kind])))
+
+
+def test_rows_of_zeros_and_of_extreme_numbers() -> None:
+    layer = RowParallelLinear(16, 5, bias=False, params_dtype=torch.bfloat16, return_bias=False)
+    layer.hold_fp8()
+    weight = torch.randn(5, 16) * torch.tensor([0.0, 1e-38, 1e-7, 1.0, 1e37])[:, None]
+    layer.weight.weight_loader(layer.weight, weight)
+    assert bool((torch.isfinite(layer.weight_scale) & (layer.weight_scale > 0)).all())
+    found, expected = layer(torch.eye(16, dtype=torch.bfloat16)).T.float(), weight.bfloat16().float()
+    assert torch.equal(found[0], torch.zeros(16))
+    assert bool(((found - expected).abs() <= expected.abs().amax(1, keepdim=True) / 16 + 1e-14).all())
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (float("nan"), Q_PROJ),
+        (float("inf"), Q_PROJ),
+        (1e6, r"layers\.1\.self_attn\.qkv_proj has .* beyond torch.float16"),
+    ],
+)
+def test_numbers_without_a_scale_are_refused_by_name(tmp_path, number: float, message: str) -> None:
+    reference = hugging_face(CONFIGS["llama2"])
+    reference.get_parameter(Q_PROJ).data[3] = number
+    reference.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path, torch.float16, fp8_weights=True)
+
+
+def test_what_has_no_fp8_form_is_refused(tmp_path) -> None:
+    hugging_face(EXPERTS["mixtral"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"fp8_weights is for dense models .* is a mixtral"):
+        load_model(tmp_path, fp8_weights=True)
+    with pytest.raises(TypeError, match="fp8_weights must be a bool, got 'fp8'"):
+        LlamaForCausalLM(CONFIGS["llama2"], fp8_weights="fp8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(33)], ids=["", "bias"])
+def test_large_weights_are_dequantised_in_parts(monkeypatch, bias: Tensor | None) -> None:
+    values, scale = quantize_per_channel(torch.randn(33, 24))
+    x = torch.randn(2, 5, 24)
+    whole = matmul.fp8_linear(x, values, scale, bias)
+    monkeypatch.setattr(matmul, "MOST_DEQUANTISED", 24 * 10)
+    torch.testing.assert_close(matmul.fp8_linear(x, values, scale, bias), whole)
