@@ -10,6 +10,7 @@
                         B split by rows: plain, merged and QKV layers
     fully_sharded.py    both A and B sharded over the ranks: shrink, a collective, expand
     fused_moe.py        experts; moe_context.py: their slots as the base layer's products take them
+    trainable.py        a linear layer whose adapters train
     vocab_parallel_embedding.py, logits_processor.py
                         the two ends of a model
     utils.py            rules that all layers share
@@ -39,5 +40,6 @@ from punica.layers.fused_moe import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from punica.layers.logits_processor import LogitsProcessorWithLoRA
 from punica.layers.packing import expand_groups
 from punica.layers.selection import LORA_CLASSES, from_layer, from_layer_logits_processor
+from punica.layers.trainable import TrainableLinear
 from punica.layers.utils import capturing_vocabulary, register_layer_class, rehearsal, resolve_layer_class
 from punica.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA

@@ -73,6 +73,11 @@ class Ops(Protocol):
     def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
         """Quantise as `punica.ops.quant.quantize_per_token`, without its check of values."""
 
+    def gradient(self, stack: Stack, low: Tensor, x: Tensor, batch: LoRABatch) -> tuple[Tensor, ...]:
+        """Return the gradients of A (or B) of all slices, shaped like its tensors: in each slot the sum over its rows
+        of ``low[i, t]^T x[t]`` (B: ``x[t, o_i : o_i + N_i]^T low[i, t]``), else 0. low, x: as of `Stack.gradients`.
+        """
+
 
 def low_rank_of(ops: Ops, x: Tensor, weights: LoRAWeights, batch: Any, scale: float, x_scale: Tensor | None) -> Tensor:
     """Return the intermediate of `Ops.linear`, float32 ``[n, T', r]``. ``batch``: as ``ops`` take it."""

@@ -88,6 +88,17 @@ class TorchOps:
     def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
         return quantize_per_token(x, group_k, check=False)
 
+    def gradient(self, stack: Stack, low: Tensor, x: Tensor, batch: LoRABatch) -> tuple[Tensor, ...]:
+        _, parts, gradients = stack.gradients(low, x)
+        batch.check_rows(x.shape[0])
+        for slot, rows in _segments(batch, stack):
+            column, of_rows = 0, x[rows].to(low.dtype)
+            for i, part in enumerate(parts):
+                rank, width = _true_rank(stack, i, slot), part.shape[-1]
+                part[slot, :rank] = low[i, rows, :rank].t() @ of_rows[:, column : column + width]
+                column += width if stack.rank_dim == -1 else 0
+        return gradients
+
 
 def _cut(y: Tensor, x: Tensor, stack: Stack, batch: LoRABatch, offset: int, x_scale: Tensor | None) -> Cut:
     """Return the products of the last such call on this step, or the operands checked and cut."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -132,6 +133,26 @@ class Stack:
     def slice(self, i: int) -> Stack:
         ranks = None if self.ranks is None else self.ranks[i : i + 1]
         return Stack(self.tensors[i : i + 1], self.rank_dim, ranks, self.scales[i : i + 1], self.form.scheme)
+
+    def transposed(self, i: int) -> Stack:
+        ranks = None if self.ranks is None else self.ranks[i : i + 1]
+        return Stack((self.tensors[i].mT,), -3 - self.rank_dim, ranks)
+
+    def gradients(self, low: Tensor, x: Tensor) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
+        """Return zeros for gradients from low ``[n, T, r]``, contiguous and float32 (float64 for such weights), and x
+        ``[T, W]`` in the dtype of the weights: a buffer, its parts ``[L, r, width]``, and these shaped as the weights.
+        """
+        stored, is_a = self.form.stored, self.rank_dim == -2
+        expect("a weight that trains", self.tensors[0], dtype=WITH_DOUBLE)
+        sizes = stored.sizes("the weights") | {"K": stored.widths[0] if is_a else sum(stored.widths), "of K": "them"}
+        of_low = torch.float64 if stored.dtype == torch.float64 else torch.float32
+        expect("low", low, "n T r", dtype=(of_low,), device=stored.device, sizes=sizes, contiguous=True)
+        expect("x", x, "T K", dtype=(stored.dtype,), device=stored.device, sizes=sizes)
+        shapes = [(stored.slots, stored.rank, width) for width in stored.widths]
+        whole = x.new_zeros(sum(map(prod, shapes)))
+        parts = [part.view(shape) for part, shape in zip(whole.split([*map(prod, shapes)]), shapes, strict=True)]
+        shaped = [(part if is_a else part.mT).view(of.shape) for part, of in zip(parts, self.tensors, strict=True)]
+        return whole, parts, tuple(shaped)
 
     def validate(self) -> None:
         validate_scales(self.scales, "lora_a_scale" if self.rank_dim == -2 else "lora_b_scale")

@@ -40,6 +40,7 @@ from punica.ops.triton_ops.lora_linear import (
     choose_linear,
     describe_base,
 )
+from punica.ops.triton_ops.lora_outer import outer_products
 from punica.ops.triton_ops.lora_shrink import ShrinkMode, plan_shrink
 from punica.ops.triton_ops.mixture import plan_mix
 from punica.ops.triton_ops.op import check_runnable
@@ -172,6 +173,16 @@ class TritonOps:
 
     def quantize(self, x: Tensor, group_k: int = 0) -> tuple[Tensor, Tensor]:
         return quantized_rows(x, group_k)
+
+    def gradient(self, stack: Stack, low: Tensor, x: Tensor, batch: LoRABatch) -> tuple[Tensor, ...]:
+        whole, _, gradients = stack.gradients(low, x)
+        expect("x", x, dtype=FLOATS)
+        batch.check_rows(x.shape[0])
+        batch.check_tensors(x.shape[0], x.device)
+        if not batch.no_lora and whole.numel():
+            check_runnable(x.device)
+            outer_products(whole, low, x, stack, batch)
+        return gradients
 
     # --- plans: the remaining checks, then the launches; None where there is nothing to multiply ---------------------
 

@@ -63,7 +63,7 @@ class Memory:
 
 
 def lora(on: Memory) -> None:
-    """Call shrink and expand, also beside a base product and with weights in FP8, of activations in both."""
+    """Call shrink, expand and gradient, also beside a base product and with weights in FP8, of activations in both."""
     a, b = ([torch.randn(SLOTS, *shape) for shape in shapes]
             for shapes in ([(RANK, COLUMNS)] * len(WIDTHS), [(width, RANK) for width in WIDTHS]))  # fmt: skip
     stored = [[one.to(on.device, FP16) for one in factor] for factor in (a, b)]
@@ -78,6 +78,9 @@ def lora(on: Memory) -> None:
             step.fill(RowGroups.of_rows(np.array(slots)))
             x, y = on.normal(len(slots), COLUMNS), on.normal(len(slots), sum(WIDTHS))
             TritonOps().linear(y, x, weights, step, beside=Beside(base=beside))
+            if not weights.a.form.is_fp8:
+                low = torch.randn(len(WIDTHS), len(slots), RANK).to(on.device)
+                TritonOps().gradient(weights.a, low, x, step)
 
 
 def experts(on: Memory) -> None:
