@@ -3,14 +3,15 @@
     python -m experiments.exports.flashinfer_bench outputs/flashinfer-bench
     flashinfer-bench run --local outputs/flashinfer-bench        # its package; needs a GPU
 
-Sizes are of Llama-2-7B (`up_proj`) and of Mixtral-8x7B (`w2`). Inputs and weights are random; slots and routing are
-files: rows by arrival, adapters by the paper's popularities, every eighth row of a batch without one.
+Inputs and weights are random; slots and routing are files: rows by arrival, adapters by the paper's popularities, every
+eighth row of a batch without one.
 """
 
 import json
 import sys
 import uuid
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +34,22 @@ INPUTS = {
 FLOATS = {"scale": "float32", "weights": "float32", **dict.fromkeys(("y", "x", "a", "b"), "bfloat16")}
 
 
-def text_of(file: str) -> tuple[str, str]:
-    source = (SOLUTIONS / f"{file}.py").read_text(encoding="utf-8")
-    return source, source.split('"""')[1]
-
-
 def definition(op: str, sizes: dict[str, int]) -> dict[str, Any]:
-    (reference, about), inputs = text_of(f"{op.split('_')[0]}_reference"), INPUTS[op]
+    inputs, reference = INPUTS[op], (SOLUTIONS / f"{op.split('_')[0]}_reference.py").read_text(encoding="utf-8")
     axes: dict[str, Any] = {axis: {"type": "var"} for shape in inputs.values() for axis in shape.split()}
     axes |= {axis: {"type": "const", "value": size} for axis, size in sizes.items()}
     specs = {key: {"shape": shape.split() or None, "dtype": FLOATS.get(key, "int32")} for key, shape in inputs.items()}
     name = "_".join((op, *(f"{axis.lower()}{size}" for axis, size in sizes.items())))
-    return {"name": name, "op_type": op, "description": about, "axes": axes, "reference": reference, "inputs": specs,
-            "outputs": {"out": specs["y"]}}  # fmt: skip
+    return {"name": name, "op_type": op, "description": reference.split('"""')[1], "axes": axes,
+            "reference": reference, "inputs": specs, "outputs": {"out": specs["y"]}}  # fmt: skip
 
 
 def solution(file: str, of: str, needs: str) -> dict[str, Any]:
-    source, about = text_of(file)
+    source = (SOLUTIONS / f"{file}.py").read_text(encoding="utf-8")
     spec = {"language": "python", "target_hardware": ["cuda"], "entry_point": "main.py::run",
             "dependencies": [needs], "destination_passing_style": False}  # fmt: skip
-    return {"name": f"{file}_{of}", "definition": of, "author": "punica", "spec": spec, "description": about,
-            "sources": [{"path": "main.py", "content": source}]}  # fmt: skip
+    return {"name": f"{file}_{of}", "definition": of, "author": "punica", "spec": spec,
+            "description": source.split('"""')[1], "sources": [{"path": "main.py", "content": source}]}  # fmt: skip
 
 
 def tensors_of(slots: torch.Tensor, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
@@ -64,26 +60,24 @@ def tensors_of(slots: torch.Tensor, sizes: dict[str, int]) -> dict[str, torch.Te
         return {name: value.clone() for name, value in zip(STEP, meta.meta_args(len(slots)), strict=False)}
     logits = torch.randn(len(slots), sizes["E"], generator=torch.Generator().manual_seed(len(slots)))
     weights, experts = logits.softmax(-1).topk(sizes["J"])
-    scale = (sizes["K"] * sizes["R"]) ** -0.5  # of the adapters; what is added then has a variance of at most 1
-    return {"experts": experts.int(), "weights": scale * weights, "slots": slots}
+    return {"experts": experts.int(), "weights": (sizes["K"] * sizes["R"]) ** -0.5 * weights, "slots": slots}
 
 
 def workloads(op: str, of: str, sizes: dict[str, int], root: Path) -> Iterator[dict[str, Any]]:
     """Yield the workloads of definition ``of``; their tensors go to files below ``root``."""
-    for rows in ROWS:
-        for name in POPULARITIES:
-            slots = torch.from_numpy(popularity(name).requests(rows)).int()
-            slots[7::8] = -1
-            tensors, file = tensors_of(slots, sizes), Path("blob/workloads", op, of, f"{name}-{rows}.safetensors")
-            (root / file).parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, root / file)
-            axes = {"T": rows, "L": rows} | ({"L1": rows + 1, "L2": rows + 2} if "active" in tensors else {})
-            given: dict[str, Any] = {key: {"type": "random"} for key in INPUTS[op]}
-            given |= {key: {"type": "safetensors", "path": str(file), "tensor_key": key} for key in tensors}
-            if "scale" in given:
-                given["scale"] = {"type": "scalar", "value": (sizes["K"] * sizes["R"]) ** -0.5}
-            workload = {"axes": axes, "inputs": given, "uuid": str(uuid.uuid5(uuid.NAMESPACE_OID, str(file)))}
-            yield {"definition": of, "workload": workload, "solution": None, "evaluation": None}
+    for rows, name in product(ROWS, POPULARITIES):
+        slots = torch.from_numpy(popularity(name).requests(rows)).int()
+        slots[7::8] = -1
+        tensors, file = tensors_of(slots, sizes), Path("blob/workloads", op, of, f"{name}-{rows}.safetensors")
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, root / file)
+        axes = {"T": rows, "L": rows} | ({"L1": rows + 1, "L2": rows + 2} if "active" in tensors else {})
+        given: dict[str, Any] = {key: {"type": "random"} for key in INPUTS[op]}
+        given |= {key: {"type": "safetensors", "path": str(file), "tensor_key": key} for key in tensors}
+        if "scale" in given:  # what random adapters add has a variance of 1
+            given["scale"] = {"type": "scalar", "value": (sizes["K"] * sizes["R"]) ** -0.5}
+        workload = {"axes": axes, "inputs": given, "uuid": str(uuid.uuid5(uuid.NAMESPACE_OID, str(file)))}
+        yield {"definition": of, "workload": workload, "solution": None, "evaluation": None}
 
 
 def write(root: Path, dense: dict[str, int] = DENSE, moe: dict[str, int] = MOE) -> None:

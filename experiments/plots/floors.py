@@ -1,4 +1,4 @@
-"""Time of the bytes alone, as rows of metric `FLOOR`, at the data sheet's bandwidth, on a CPU Figure 7's copy."""
+"""Time of the bytes alone, as rows of metric `FLOOR`, at the data sheet's bandwidth, elsewhere Figure 7's copy."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import pandas as pd
 
 from experiments.cluster.costs import datasheet, model_bytes
 from experiments.facts.systems import SECONDS
-from experiments.harness.schema import model_conf
+from experiments.harness.schema import CONF, model_conf
 from experiments.measure.records import read_rows
 from experiments.workload.popularity import popularity
 
@@ -57,7 +57,8 @@ BYTES: dict[str, tuple[str, Callable[[Any, dict[str, Any]], float], tuple[str, .
 def floors(rows: pd.DataFrame, rows_file: Path) -> pd.DataFrame:
     """One row per timed cell of `rows` whose bytes are known; none without a configuration or a bandwidth."""
     figure, hardware, config = rows["figure"].iloc[0], rows["hardware"].iloc[0], rows_file.with_suffix(".json")
-    bandwidth = 1e12 * copied(rows_file.parent) if hardware == "cpu" else datasheet(hardware)[0]
+    has_sheet = hardware != "cpu" and (CONF / "hardware" / f"{hardware}.yaml").exists()
+    bandwidth = datasheet(hardware)[0] if has_sheet else 1e12 * copied(rows_file.parent)
     if not bandwidth or not config.exists():
         return rows.iloc[:0]
     if (known := rows["metric"].isin(["bytes_read", "io_bytes"])).any():

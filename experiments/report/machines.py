@@ -44,6 +44,11 @@ class Machine:
     paper: Path
 
     @cached_property
+    def whose(self) -> str:
+        """Text of ``FROM.md`` beside the rows: who measured them, where that was not this project. Else empty."""
+        return " ".join(word for note in self.folder.glob("FROM.md") for word in note.read_text("utf-8").split())
+
+    @cached_property
     def chosen(self) -> Rows:
         """Rows that count, one number per point."""
         return Rows(self.rows)

@@ -164,7 +164,8 @@ def write_readme(machines: Sequence[Machine], path: Path) -> Path:
 def recorded(machines: Machines) -> str:
     """Build a table of the verdicts on each machine."""
     pages = {name: f"docs/results-{name}.md" for name in machines}
-    lines = [[name, total(one.verdicts), f"[{pages[name]}]({pages[name]})"] for name, one in machines.items()]
+    lines = [[f"{name}, by {one.whose}" if one.whose else name, total(one.verdicts), f"[{pages[name]}]({pages[name]})"]
+             for name, one in machines.items()]  # fmt: skip
     return "\n".join(["\n", *markdown(("recorded on", "verdicts", "results"), lines), "\n"])
 
 

@@ -77,7 +77,7 @@ def _relative(path: Path, target: Path) -> str:
 def notes(machine: Machine) -> list[str]:
     """Return the notes on the verdicts and the rows they rest on, a line each."""
     said = certainty(machine.verdicts), older_note(machine.rows), disturbance(machine.rows)
-    return [note for note in said if note]
+    return [*([f"Measured by others: {machine.whose}"] if machine.whose else []), *filter(None, said)]
 
 
 def older_note(rows: pd.DataFrame) -> str:
