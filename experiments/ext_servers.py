@@ -76,10 +76,8 @@ class ServersConf(FigureConf):
     """Servers, sizes of the work, and its seconds."""
 
     url: str = ""
-    url_name: str = ""  # in rows; none: as /v1/models says
     url_adapters: list[str]  # model names; none: all that /v1/models lists with a parent
     fields: list[Literal["ignore_eos", "min_tokens"]]  # that keep answers from ending early, as far as the URL has them
-    prompts: Literal["ids", "text"]  # of a URL's loads
     vllm_python: Path | None = None
     parts: list[Literal["decode", "prompt", "stream", "company", "load"]]
     adapters: Count
@@ -182,7 +180,7 @@ class Servers(Experiment):
             loaded = served.load(**_loads(cfg, points, served.server.adapters))["readings"]
             found = [loaded[point.panel, point.workload] for point in points]
             fields = " and ".join(sorted(figure.fields)) or "neither ignore_eos nor min_tokens: answers may end early"
-            engine = f"{system}; {len(served.server.adapters)} adapters; {fields}; prompts as {figure.prompts}"
+            engine = f"{system}; {len(served.server.adapters)} adapters; {fields}"
         else:
             from experiments.servers.bench import Bench
 
@@ -230,12 +228,12 @@ def _url(cfg: Config) -> Served:
     from experiments.servers.served import Served
 
     figure, key = cast(ServersConf, cfg.figure), os.environ.get(KEY, "")
-    return Served(look_up(figure.url, key, figure.url_name, figure.url_adapters), key, figure.fields)
+    return Served(look_up(figure.url, key, figure.url_adapters), key, figure.fields)
 
 
 def _stream(cfg: Config, workload: str, adapters: Sequence[str], repeat: int = 0) -> Stream:
     figure, seed = cast(ServersConf, cfg.figure), cfg.adapters.seed + repeat
-    given = workload, adapters, figure.requests, figure.lengths, cfg.model.vocab_size, seed, figure.prompts == "text"
+    given = workload, adapters, figure.requests, figure.lengths, cfg.model.vocab_size, seed
     return TracedStream(*given, trace=cfg.workload.trace(figure.requests)) if workload == TRACE else Stream(*given)
 
 

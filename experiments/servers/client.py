@@ -33,7 +33,7 @@ KEY = "SERVER_API_KEY"  # environment variable with the API key
 
 @dataclass(frozen=True)
 class Server:
-    """A server; `base` is empty where /v1/models does not say which model has no adapter."""
+    """A server; `base` is empty where all listed models are named as adapters."""
 
     url: str
     label: str
@@ -55,26 +55,24 @@ def address(url: str, option: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def look_up(url: str, key: str, name: str = "", adapters: Sequence[str] = ()) -> Server:
-    """Ask the server at `url` for its models; `name` and `adapters` are what the user says instead, if anything.
+def look_up(url: str, key: str, adapters: Sequence[str] = ()) -> Server:
+    """Ask the server at `url` for its models; `adapters`: which are adapters, where it does not say.
 
     `ConfigError`: no list of models, or no word on which of them are adapters.
     """
-    url, found, base = address(url, "figure.url"), tuple(adapters), ""
+    url = address(url, "figure.url")
     try:
         with httpx2.Client(base_url=url, headers=_headers(key), timeout=PATIENCE_S, trust_env=False) as client:
             models = client.get("/v1/models").raise_for_status().json()["data"]
             version = client.get("/version")
-        found = found or tuple(one["id"] for one in models if one.get("parent"))
+        found = tuple(adapters) or tuple(one["id"] for one in models if one.get("parent"))
         base = next((one["id"] for one in models if not one.get("parent") and one["id"] not in found), "")
         told = str(version.json().get("version", "")) if version.status_code == 200 else ""
-        name = name or f"{models[0].get('owned_by') or 'server'} {told}".strip()
+        name = f"{models[0].get('owned_by') or 'server'} {told}".strip()
     except (httpx2.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
-        if not (name and adapters):  # LoRAX has no list
-            raise ConfigError(
-                f"figure.url={url} does not list its models ({error}): start the server first, give its API key by "
-                f"{KEY}=..., or name it and its adapters, figure.url_name=NAME 'figure.url_adapters=[...]'"
-            ) from None
+        raise ConfigError(
+            f"figure.url={url} does not list its models ({error}): start the server first, or give its API key by {KEY}"
+        ) from None
     if not found:
         raise ConfigError(
             f"{url} lists no adapters (models with a parent), but {', '.join(one['id'] for one in models)}: load some "
@@ -181,8 +179,7 @@ class Client:
         if tokens is None:
             return NO_USAGE
         is_short = bool(self.fields) and tokens < job.new_tokens
-        asked = len(job.prompt) if isinstance(job.prompt, list) else answer.prompt_tokens
-        is_wrong = is_short or not texts <= tokens <= job.new_tokens or answer.prompt_tokens != asked
+        is_wrong = is_short or not texts <= tokens <= job.new_tokens or answer.prompt_tokens != len(job.prompt)
         return WRONG_COUNT if is_wrong or not answer.pieces else ""
 
 

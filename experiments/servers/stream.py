@@ -13,16 +13,14 @@ from experiments.workload.arrivals import Span
 from experiments.workload.traces import Trace
 
 NONE = ""  # popularity of requests without adapters
-WORDS = ("the", "of", "and", "to", "in", "is", "it", "on", "as", "at", "by", "we", "he", "or", "an", "be", "do", "so")
-"""Words that are one token each in most vocabularies."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One request: its model, prompt (text or token ids) and number of new tokens."""
+    """One request: its model, prompt and number of new tokens."""
 
     model: str
-    prompt: str | list[int]
+    prompt: list[int]
     new_tokens: int
 
 
@@ -30,8 +28,7 @@ class Job:
 class Stream:
     """Chats of a popularity: lengths and adapters of `requests` of them come again and again, prompts are new.
 
-    `adapters`: names; they take turns where the popularity has more. `lengths`: means of prompt and output. `words`:
-    prompts are text.
+    `adapters`: names; they take turns where the popularity has more. `lengths`: means of prompt and output.
     """
 
     workload: str
@@ -40,7 +37,6 @@ class Stream:
     lengths: Sequence[int]
     vocab_size: int
     seed: int
-    words: bool = False
 
     def drawn(self) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
         """Return lengths and adapters of the requests that come again and again."""
@@ -55,8 +51,7 @@ class Stream:
         while True:
             for (size, new), adapter in zip(lengths, adapters, strict=True):
                 prompt = draws.integers(self.vocab_size, size=size).tolist()
-                text = " ".join(WORDS[token % len(WORDS)] for token in prompt)
-                yield Job(self.adapters[adapter % len(self.adapters)], text if self.words else prompt, new)
+                yield Job(self.adapters[adapter % len(self.adapters)], prompt, new)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -214,20 +214,19 @@ def test_batches_hold_the_same_request_in_other_company():
 def test_a_stream_has_new_prompts_and_the_same_lengths_and_adapters_again():
     names = [f"a{place}" for place in range(6)]
 
-    def drawn(workload, seed=0, words=False):
-        return list(islice(Stream(workload, names, 6, [9, 6], 64, seed, words).jobs(), 12))
+    def drawn(workload, seed=0):
+        return list(islice(Stream(workload, names, 6, [9, 6], 64, seed).jobs(), 12))
 
     sizes = {
         name: sorted(Counter(job.model for job in drawn(name)).values()) for name in ("Distinct", "Uniform", "Skewed")
     }
     assert sizes == {"Distinct": [2] * 6, "Uniform": [4] * 3, "Skewed": [2, 2, 4, 4]}
-    jobs, texts = drawn("Distinct"), drawn("Distinct", words=True)
+    jobs = drawn("Distinct")
     assert [(job.model, len(job.prompt), job.new_tokens) for job in jobs[:6]] == [
         (job.model, len(job.prompt), job.new_tokens) for job in jobs[6:]
     ]
     assert [job.prompt for job in jobs[:6]] != [job.prompt for job in jobs[6:]]
     assert jobs == drawn("Distinct") != drawn("Distinct", seed=1)
-    assert [len(job.prompt.split()) for job in texts] == [len(job.prompt) for job in jobs]
 
 
 def test_every_adapter_folder_has_weights_of_its_own_and_our_engine_tells_them_apart(tmp_path):
@@ -403,7 +402,7 @@ def test_errors_of_some_requests_leave_the_others_and_rows_are_not_measured_agai
     rows = read_rows(outcome.rows_file)
     found = counts(rows)
     assert {(row.system, row.model, row.panel) for row in rows} == {("fake 1.2", "base", "2 in flight")}
-    assert {row.engine for row in rows} == {"fake 1.2; 2 adapters; ignore_eos and min_tokens; prompts as ids"}
+    assert {row.engine for row in rows} == {"fake 1.2; 2 adapters; ignore_eos and min_tokens"}
     assert found["errors"] == found["errors_http_429"] > 0
     assert found["requests"] - found["errors"] == found["time_to_first_token"] > 0
     assert abs(asked["right"] - asked["http-429"]) <= 4, "Distinct: in turns"
@@ -533,7 +532,7 @@ def test_a_process_measures_all_of_a_system_and_engines_have_no_loads(tmp_path):
         ("figure.in_flight=[5]", "figure.in_flight=.5. .*Distinct need 5 adapters, figure.adapters has 4"),
         ("figure.rates=[0]", "figure.rates"), ("figure.in_flight=[0]", "figure.in_flight"),
         ("figure.seconds=0", "figure.seconds=0"), ("figure.after=-1", "figure.after=-1"),
-        ("figure.prompts=x", "figure.prompts=x"), ("figure.fields=[x]", "figure.fields"),
+        ("figure.fields=[x]", "figure.fields"),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused(tmp_path, override, words):
@@ -558,12 +557,11 @@ def test_models_without_parents_and_servers_without_a_list_must_be_named():
         fake.models[:] = [{"id": name, "owned_by": "sglang"} for name in ("base", "right")]
         with pytest.raises(ConfigError, match="lists no adapters"):
             look_up(fake.url, "")
-        found = look_up(f"{fake.url}/v1/", "", adapters=["right"])
+        found = look_up(f"{fake.url}/v1/", "", ["right"])
         assert found == Server(fake.url, "sglang 1.2", "base", ("right",))
         fake.models[:] = [{"name": "base"}]
         with pytest.raises(ConfigError, match="does not list its models"):
             look_up(fake.url, "")
-        assert look_up(fake.url, "", "lorax", ["a"]) == Server(fake.url, "lorax", "", ("a",))
 
 
 def test_popularities_of_more_adapters_than_the_server_has_are_refused(tmp_path):

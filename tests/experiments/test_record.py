@@ -14,7 +14,7 @@ from experiments.commands.record import promote, refuse, refuse_other_sources, s
 from experiments.commands.record_all import Options, left
 from experiments.harness.catalogue import RecordedSet, experiments, sets_of
 from experiments.harness.settings import keys_read, refuse_unread
-from experiments.harness.source import fingerprint, tree_of
+from experiments.harness.source import fingerprint, read
 from experiments.measure.records import Row, RowsError, read_rows, write_rows
 
 BASE = Row(
@@ -54,7 +54,7 @@ def repository(tmp_path_factory):
         (root / "experiments" / "fig08.py").write_text(code)
         git("add", "-A")
         git("commit", "-q", "-m", code)
-        for one in (fingerprint, tree_of):
+        for one in (fingerprint, read):
             one.cache_clear()
         commit = git("rev-parse", "--short=12", "HEAD")
         told[commit] = fingerprint(root / "experiments" / "fig08.py", root)

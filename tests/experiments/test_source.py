@@ -2,7 +2,6 @@
 
 import ast
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -22,14 +21,12 @@ FILES = {
     "from punica import ops\n\n\ndef f():\n    return ops.run(clock.REPEATS), data.read()\n",
     "experiments/benches/__init__.py": "",
     "experiments/benches/clock.py": '"""Times."""\n\nREPEATS = 3  # of a call\nOTHER = 4\n',
-    "experiments/benches/data.py": "from pathlib import Path\n\n\ndef read():\n"
+    "experiments/benches/data.py": "from pathlib import Path\n\nfrom experiments.measure.records import read_rows\n\n\n"
+    "def read():\n"
     '    tuned = Path(__file__).with_name("tuned")\n'
     '    return open("fig13.csv"), open("fig10_layer"), tuned, "experiments.systems.mine"\n',
     "experiments/benches/tuned/gpu.json": "{}",
-    "experiments/systems/mine.py": "from experiments.systems.table import SYSTEMS\n\n\n"
-    '@SYSTEMS.register("mine")\nclass Mine:\n    steps = 1\n    drawn_by = "bars"\n'
-    '    clock, overlay = "host", "grid"\n',
-    "experiments/systems/table.py": "class Registry:\n    pass\n\n\nSYSTEMS = Registry()\n",
+    "experiments/systems/mine.py": "class Mine:\n    steps = 1\n",
     "experiments/harness/passes.py": "def repeat():\n    return 2\n",
     "experiments/plots/bars.py": "WIDTH = 2\n",
     "paper_results/fig13.csv": "a\n1\n",
@@ -38,10 +35,10 @@ FILES = {
     "punica/__init__.py": '__version__ = "0.1.0"\n',
     "experiments/measure/disturbance.py": "LIMIT = 1.1\n",
     "punica/ops/__init__.py": "from punica.ops.kernel import run\n",
-    "punica/ops/kernel.py": "from punica.ops.other import half\n\n\n"
-    "def run(x: int) -> int:\n    rows = [half(row) for row in range(x)]\n"
-    "    return rows\n\n\ndef unused():\n    return 5\n",
-    "punica/ops/other.py": "def half(y):\n    return y / 2\n\n\ndef rows():\n    return 0\n",
+    "punica/ops/kernel.py": "def run(x: int) -> int:\n    from punica.ops.other import half\n\n"
+    "    return [half(row) for row in range(x)]\n",
+    "punica/ops/other.py": "def half(y):\n    return y / 2\n",
+    "punica/ops/unused.py": "ROWS = 5\n",
 }  # fmt: skip
 
 
@@ -54,7 +51,7 @@ def tree(tmp_path):
 
 
 def hashed(tree):
-    for one in (source.fingerprint, source.tree_of, source._content):
+    for one in (source.fingerprint, source.read, source._content):
         one.cache_clear()
     return fingerprint(tree / "experiments/fig99.py", tree)
 
@@ -97,18 +94,14 @@ def test_what_decides_a_number_changes_the_hash(tree, file, old, new):
     [
         pytest.param("experiments/benches/clock.py", '"""Times."""', '"""Reads the clock."""', id="docstring"),
         pytest.param("experiments/benches/clock.py", "  # of a call", '\n"""How often."""', id="comment"),
-        pytest.param("experiments/benches/clock.py", "OTHER = 4", "OTHER = 5", id="other constant"),
-        pytest.param("punica/ops/kernel.py", "return 5", "return 6", id="other function"),
-        pytest.param("punica/ops/other.py", "return 0", "return 1", id="name of a local"),
+        pytest.param("punica/ops/unused.py", "ROWS = 5", "ROWS = 6", id="other module"),
         pytest.param("experiments/plots/bars.py", "2", "3", id="plot"),
         pytest.param("punica/__init__.py", "0.1.0", "1.0.0", id="version"),
-        pytest.param("experiments/systems/mine.py", '"bars"', '"dots"', id="drawing"),
-        pytest.param("experiments/systems/mine.py", '"grid"', '"table"', id="drawing beside"),
         pytest.param("paper_results/fig01.csv", "1", "2", id="other data"),
         pytest.param("results/h200/fig10_layer.csv", "ab,1", "cd,1", id="hash of rows that are read"),
         pytest.param(
             "experiments/fig99.py", "\n\n\ndef",
-            "\nif TYPE_CHECKING:\n    from punica.ops.other import rows\n\n\ndef", id="import for types",
+            "\nif TYPE_CHECKING:\n    from punica.ops.unused import ROWS\n\n\ndef", id="import for types",
         ),
     ],
 )  # fmt: skip
@@ -116,26 +109,23 @@ def test_what_decides_none_does_not(tree, file, old, new):
     assert not changed(tree, file, old, new)
 
 
-def reach(script):
-    found = source.Reach(source.tree_of(REPOSITORY), REPOSITORY / f"experiments/{script}.py")
-    names = {name for code in found.codes for name in re.findall(r"^(?:FunctionDef|ClassDef)\(name='(\w+)'", code)}
-    return names, {path.relative_to(REPOSITORY).as_posix() for path in found.data}
-
-
 @pytest.mark.parametrize(
-    ("script", "names", "others", "data"),
+    ("script", "reached", "others"),
     [
-        (NAME, {"Passes", "CpuTimes", "TritonOps"}, {"Engine", "Scheduler"}, "punica/ops/triton_ops/tuned/"),
-        ("fig11_textgen", {"Engine", "EngineSystem", "Scheduler"}, set(), "punica/ops/triton_ops/tuned/"),
-        ("ext_placement", {"Passes"}, set(), "results/h200/fig10_layer.csv"),
-        ("fig13_cluster", {"Passes", "RayCluster"}, set(), "paper_results/fig13_cluster.csv"),
-        ("ext_servers", {"Engine", "Server", "_Parser", "Vllm"}, set(), "punica/ops/triton_ops/tuned/"),
+        (NAME, "experiments/measure/disturbance.py punica/ops/triton_ops/tuned/", "punica/engine/ results/"),
+        ("fig11_textgen", "punica/engine/engine.py punica/ops/triton_ops/tuned/", "results/ experiments/cluster/"),
+        ("ext_placement", "experiments/harness/passes.py results/h200/fig10_layer.csv", "results/h200/ext_placement"),
+        ("fig13_cluster", "punica/cluster/policy.py paper_results/fig13_cluster.csv", "experiments/plots/"),
+        ("ext_servers", "experiments/servers/worker.py punica/serve/app.py punica/vllm/", "experiments/claims/"),
     ],
-)  # fmt: skip
-def test_figures_reach_their_code_and_data(script, names, others, data):
-    found, files = reach(script)
-    assert (names - found, others & found) == (set(), set())
-    assert [file for file in files if file.startswith(data)]
+)
+def test_figures_reach_their_code_and_data(script, reached, others):
+    path = REPOSITORY / f"experiments/{script}.py"
+    modules = source.reached(path, REPOSITORY)
+    paths = [one.path for one in modules] + [file for one in modules for file in source._files(one, path, REPOSITORY)]
+    found = [one.relative_to(REPOSITORY).as_posix() for one in paths]
+    assert all(any(one.startswith(begin) for one in found) for begin in reached.split())
+    assert not [one for one in found if one.startswith(tuple(others.split()))]
 
 
 def test_rows_of_other_code_are_measured_again_and_replaced(tmp_path, monkeypatch):

@@ -111,7 +111,7 @@ def test_half_precision_agrees_at_every_position(name, half_world, jobs):
 
 @pytest.mark.parametrize(
     ("name", "ahead"),
-    [("punica", True), ("punica_static", True), ("static_batching", False), ("hf_peft", False), ("hf_peft_mixed", False)],
+    [(name, "punica" in name) for name in ("punica", "punica_static", "static_batching", "hf_peft", "hf_peft_mixed")],
 )
 def test_forced_tokens_are_taken_also_by_steps_that_are_sent_ahead(name, ahead, world, jobs, monkeypatch):
     """On a GPU the next step is under way before the host has seen the tokens of this one."""
