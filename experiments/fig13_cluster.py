@@ -16,7 +16,7 @@ in a panel of its own, which no claim is held against, and of the latter its tot
 (`experiments.cluster.ray_hour`), here or on the Ray cluster at `address`: a tiny one on CPUs, Llama-2 7B on GPUs, one
 for each runner. Rows are `kind=measured`, beside the same trace by a simulator fitted to these runners. Rules are
 chosen as in `system.names=[punica,least_loaded]`. `figure.kill=true` serves the hour once more and kills a runner in
-its middle. `figure.rates=[0.4,0.7,1]` adds streams at these shares of the hour's highest rate.
+its middle.
 
 Cost: simulated about a minute, on one core; on Ray five minutes, with `figure.kill` nine, on two cores; on four GPUs
 an hour takes a minute.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 class ClusterConf(FigureConf):
     """Figure 13: `gpus` and `seconds` simulated, `requests` of the predicted Figure 11, `seeds`, `cost` of a step. On
-    Ray: `runners` of `model`, `speed_up`, `max_len`; `rates` of streams as shares of the peak; whether to `kill` one.
+    Ray: `runners` of `model`, `speed_up`, `max_len`; whether to `kill` one.
     """
 
     gpus: Count
@@ -50,7 +50,6 @@ class ClusterConf(FigureConf):
     model: str
     speed_up: Count
     max_len: int = Field(ge=4)
-    rates: list[float] = []
     kill: bool = False
 
 

@@ -16,7 +16,6 @@ from experiments.workload import (
     RELEASED_SEED,
     independent_seeds,
     plotted_rate,
-    poisson_arrivals,
     popularity,
     profile_arrivals,
     released_lengths,
@@ -33,24 +32,20 @@ RANK = 16
 GPU_BYTES = 40e9  # memory of an A100 of the paper's testbed 2
 MEMORY_FRACTION = 0.8  # part of it that the released runner takes for weights, adapters and KV pages
 REHEARSED, REHEARSAL_SEED = 6, 1  # the rehearsal has a sixth of the hour's requests in a sixth of its time
-STEADY_PART, STEADY_SEED = 5, 2  # a stream of a constant rate lasts a fifth of the hour
 
 
 def paper_hour(
     folder: str | Path, seconds: float = DURATION_S, seed: int = RELEASED_SEED, workload: str = "Skewed",
-    ranks: Sequence[int] = (RANK,), load: float = 1.0, share: float = 0.0,
+    ranks: Sequence[int] = (RANK,), load: float = 1.0,
 ) -> Trace:  # fmt: skip
-    """Draw an hour's Poisson arrivals at ``load`` times Figure 13's rate, or at ``share`` of its highest, until
-    ``seconds``; every adapter of ``workload`` has one of ``ranks``. ``folder``: `paper_results`.
+    """Draw an hour of Poisson arrivals at ``load`` times Figure 13's rate, to ``seconds``; an adapter of ``workload``
+    has one of ``ranks``. ``folder``: `paper_results`.
     """
     points = read_figure(folder, "13").query("metric == 'request_rate'").sort_values("t_s")
     rates = [load * rate for rate in points["value"].tolist()]
     gaps, of_lengths, of_adapters, of_ranks = independent_seeds(seed, 4)
-    if share:
-        arrivals = poisson_arrivals(share * max(rates), seconds, gaps)
-    else:
-        arrivals = profile_arrivals(plotted_rate(points["t_s"].tolist(), rates), max(rates), DURATION_S, gaps)
-        arrivals = arrivals[arrivals < seconds]
+    arrivals = profile_arrivals(plotted_rate(points["t_s"].tolist(), rates), max(rates), DURATION_S, gaps)
+    arrivals = arrivals[arrivals < seconds]
     count = len(arrivals)
     asked = popularity(workload).requests(count, seed=of_adapters)
     rank_of = np.random.default_rng(of_ranks).choice(np.asarray(ranks), asked.max(initial=0) + 1)
@@ -74,8 +69,7 @@ def policy_of(rule: str, name: str, count: int, num_pages: int) -> ClusterPolicy
 @dataclass(frozen=True)
 class World:
     """Hour of ``seconds`` that runners of ``model`` serve on ``device`` (``cuda``: a GPU each), ``speed_up`` times as
-    fast, with lengths up to ``max_len``. ``share``: as in `paper_hour`. ``checked``: most requests whose tokens are
-    compared with one engine's (0: all).
+    fast, with lengths up to ``max_len``. ``checked``: most requests compared with one engine (0: all).
     """
 
     paper: str
@@ -87,33 +81,21 @@ class World:
     address: str
     device: str
     model: str = "llama-tiny"
-    share: float = 0.0
     checked: int = 0
     batch_invariant: bool = False
 
-    @property
-    def duration_s(self) -> int:
-        return self.seconds // STEADY_PART if self.share else self.seconds
-
-    def trace(self) -> Trace:
-        return self._drawn(self.duration_s, STEADY_SEED if self.share else RELEASED_SEED, self.share)
+    def trace(self, seed: int = RELEASED_SEED, part: int = 1) -> Trace:
+        asked = paper_hour(self.paper, self.seconds, seed, load=self.runners / NUM_GPUS / part)
+        return replace(asked, lengths=rescaled(asked.lengths, self.max_len))
 
     def rehearsal(self) -> Trace:
         """Draw other requests at the same rates of our clock, the whole hour in a sixth of the time."""
-        asked = self._drawn(self.seconds, REHEARSAL_SEED, part=REHEARSED)
+        asked = self.trace(REHEARSAL_SEED, REHEARSED)
         return replace(asked, arrivals=asked.arrivals / REHEARSED)
 
-    def _drawn(self, seconds: int, seed: int, share: float = 0.0, part: int = 1) -> Trace:
-        asked = paper_hour(self.paper, seconds, seed, load=self.runners / NUM_GPUS / part, share=share)
-        return replace(asked, lengths=rescaled(asked.lengths, self.max_len))
-
-    def num_adapters(self) -> int:
-        """Count the adapters of the hour, which its rehearsal and streams use too."""
-        return int(replace(self, share=0.0).trace().adapters.max())
-
     def fleet(self) -> "World":
-        """Return what runners must be started again for: all but the rule, the stream and the check."""
-        return replace(self, rule="punica", share=0.0, checked=0)
+        """Return what runners must be started again for: all but the rule and the check."""
+        return replace(self, rule="punica", checked=0)
 
 
 def timed_steps(steps: Iterable["RunnerStep"]) -> Iterator[tuple["RunnerStep", float]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.cluster.hour import RANK, World, policy_of, timed_steps
-from experiments.cluster.served import KILLED, RAY, SIMULATED, STEADY, ServedHour, over_simulated, readings, summary
+from experiments.cluster.served import KILLED, RAY, SIMULATED, SIMULATED_RAY, ServedHour, over_simulated, readings
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config, ConfigError
@@ -31,7 +31,7 @@ CHECKED = 250  # requests whose tokens are compared with one engine's on GPUs
 
 
 def points(cfg: Config) -> list[Point]:
-    """The hour under each rule, served and simulated; then, under the first, streams of a constant rate and a loss."""
+    """The hour under each rule, served and simulated; then, under the first, with the loss of a runner."""
     figure: Any = cfg.figure
     for rule in cfg.system.names:
         if ClusterPolicy(rule).rule.prefills_per_step != 1:
@@ -40,15 +40,9 @@ def points(cfg: Config) -> list[Point]:
     settings |= {"address": cfg.address, "device": cfg.hardware.device}
     if cfg.hardware.device == "cuda":
         settings |= {"checked": CHECKED, "batch_invariant": True}
-    first = cfg.system.names[:1]
-    listed = [(rule, RAY, 0.0) for rule in cfg.system.names]
-    listed += [(rule, f"{STEADY} {share:g} of the peak", share) for rule in first for share in figure.rates]
-    found = [(rule, panel, share) for rule, name, share in listed for panel in (name, f"{SIMULATED} {name}")]
-    found += [(rule, KILLED, 0.0) for rule in first if figure.kill]
-    return [
-        Point(panel, rule, "Skewed", figure.model, rank=RANK, settings=settings | ({"share": share} if share else {}))
-        for rule, panel, share in found
-    ]  # fmt: skip
+    found = [(rule, panel) for rule in cfg.system.names for panel in (RAY, SIMULATED_RAY)]
+    found += [(rule, KILLED) for rule in cfg.system.names[:1] if figure.kill]
+    return [Point(panel, rule, "Skewed", figure.model, rank=RANK, settings=settings) for rule, panel in found]
 
 
 def measure(cfg: Config, point: Point) -> list[Reading]:
@@ -60,32 +54,31 @@ def measure(cfg: Config, point: Point) -> list[Reading]:
     found, session, trace = served(world, kills), session_of(world.fleet()), world.trace()
     if kills and found.lost != 1:
         raise CheckFailed(f"one runner was killed, {found.lost} were missed")
-    hour, told = hour_of(found, trace, world), summary if world.share else readings
+    hour = hour_of(found, trace, world)
     if point.panel.startswith(SIMULATED):
         cost = session.cost.slowed(world.speed_up, session.cost.name)
         policy = policy_of(world.rule, "runner", world.runners, session.cluster.description.num_pages)
         result = simulate(trace, policy, cost, works_ahead=world.device == "cuda")
-        simulated = ServedHour.simulated(trace, result, world.duration_s)
+        simulated = ServedHour.simulated(trace, result, world.seconds)
         moved = simulated.reading("migrations", result.evictions, "requests")
-        return [*told(simulated), moved, *over_simulated(hour, simulated)]
+        return [*readings(simulated), moved, *over_simulated(hour, simulated)]
     lost = [Reading("lost_runners", found.lost, "count"), Reading("migrations", found.evicted, "requests")]
-    return [replace(one, disturbed=found.disturbed) for one in (*told(hour), *lost, *_checked(found, world))]
+    return [replace(one, disturbed=found.disturbed) for one in (*readings(hour), *lost, *_checked(found, world))]
 
 
 def _checked(found: "Served", world: World) -> list[Reading]:
-    """Check the number of tokens of every request, and tokens of the hour's with one engine's."""
+    """Check the number of tokens of every request, and the tokens with one engine's."""
     from experiments.cluster.ray_serving import served_by_one_engine
 
     check_numbers(found.tokens, world.trace().lengths.output.tolist())
     counts = {"requests_lost_or_doubled": 0, "requests_recomputed": len(found.recomputed)}
-    if not world.share:
-        alone = served_by_one_engine(replace(world, rule="punica"))
-        most = MOST_TIES if world.device == "cpu" else 1.0
-        stayed = [i for i in alone if i not in found.recomputed]
-        counts["requests_checked"] = len(alone)
-        for name, chosen in (("", list(alone)), ("_not_recomputed", stayed)):
-            other = check_tokens([found.tokens[i] for i in chosen], [alone[i] for i in chosen], most)
-            counts[f"requests_with_other_tokens{name}"] = other
+    alone = served_by_one_engine(replace(world, rule="punica"))
+    most = MOST_TIES if world.device == "cpu" else 1.0
+    stayed = [i for i in alone if i not in found.recomputed]
+    counts["requests_checked"] = len(alone)
+    for name, chosen in (("", list(alone)), ("_not_recomputed", stayed)):
+        other = check_tokens([found.tokens[i] for i in chosen], [alone[i] for i in chosen], most)
+        counts[f"requests_with_other_tokens{name}"] = other
     return [Reading(name, count, "requests") for name, count in counts.items()]
 
 
@@ -103,7 +96,7 @@ def hour_of(served: "Served", trace: Trace, world: World) -> ServedHour:
         batch[gpu, second] += joined if batch[gpu, second] else size  # those of the second's first step, and who joined
     firsts, lasts = served.first_token_s * world.speed_up, served.finish_s * world.speed_up
     np.add.at(tokens, firsts.astype(int), trace.lengths.prompt)
-    return ServedHour(world.duration_s, trace.arrivals, firsts, lasts, tokens, batch, by_batch, "measured")
+    return ServedHour(world.seconds, trace.arrivals, firsts, lasts, tokens, batch, by_batch, "measured")
 
 
 def check_numbers(served: list[list[int]], asked: list[int]) -> None:

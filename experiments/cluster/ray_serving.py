@@ -77,7 +77,7 @@ class Session:
 @contextmanager
 def tenants_of(world: World) -> Iterator[Tenants]:
     """Write random adapters of the hour of ``world`` into a temporary folder, for a random backbone on its device."""
-    conf, count = model_conf(world.model), world.num_adapters()
+    conf, count = model_conf(world.model), int(world.trace().adapters.max())
     config, dtype = llama_config(conf), getattr(torch, conf.dtype.name)
     engine = EngineConfig(max_batch_size=MAX_BATCH, max_model_len=world.max_len, batch_invariant=world.batch_invariant)
     lora = engine.lora_config(RANK, max_cpu_loras=max(engine.lora_config(RANK).max_loras, count))
@@ -128,13 +128,13 @@ def _timed(cluster: RayCluster, tenants: Tenants, world: World) -> StepCost:
 
 @cache
 def served(world: World, kills: bool = False) -> Served:
-    """Serve the hour, or the stream, of ``world``; ``kills``: a runner in its middle."""
+    """Serve the hour of ``world``; ``kills``: a runner in its middle."""
     session = session_of(world.fleet())
     cluster = session.cluster
     while cluster.is_busy or len(cluster.working_sets) < world.runners:  # to evict something, or to come up again
         cluster.step(1.0)
     cluster.use_rule(world.rule)
-    middle = world.duration_s / world.speed_up / 2 if kills else float("inf")
+    middle = world.seconds / world.speed_up / 2 if kills else float("inf")
     trace = world.trace()
     asked = session.tenants.requests(trace)
     try:

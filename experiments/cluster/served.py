@@ -15,7 +15,7 @@ from experiments.workload import MAX_BATCH, RELEASED_SEED
 
 HOUR, STREAM, COSTS = (f"simulated {name}" for name in ("hour", "Figure 11", "step costs"))
 """Panels of the simulation."""
-RAY, KILLED, STEADY, SIMULATED = "ray hour", "ray hour, a runner killed", "ray hour, steady at", "simulated"
+RAY, KILLED, SIMULATED = "ray hour", "ray hour, a runner killed", "simulated"
 SIMULATED_RAY = f"{SIMULATED} {RAY}"  # of the simulator fitted to the runners on Ray
 SHARE = "share_of_active_cells_batch_ge_31"
 CAPACITY, FROM_HOST, FROM_DISK = "capacity", "loads_from_host", "loads_from_disk"

@@ -1,7 +1,8 @@
-"""Source hash of a row: over the modules and the data that decide its number.
+"""Source hash of a row: over the definitions and the data that decide its number.
 
-From an experiment's script it follows imports, and texts that name modules. Code counts without docstrings and
-comments; data where a module names it. Rooms that only show or judge numbers do not count.
+From an experiment's script it follows imports, and texts that name modules. All definitions of these count, without
+docstrings, comments, imports and their module, so that moving one between them changes no hash; data where a module
+names it. Rooms that only show or judge numbers do not count.
 """
 
 import ast
@@ -36,15 +37,16 @@ def fingerprint(script: Path, root: Path = REPOSITORY) -> str:
     """Return twelve hex digits over the code and data below ``root`` that decide the numbers of ``script``."""
     modules = reached(script, root)
     data = {file for module in modules for file in _files(module, script, root)}
-    parts = [*sorted(module.code for module in modules), *(f"{file.name} {_content(file)}" for file in sorted(data))]
+    codes = set[str]().union(*(module.codes for module in modules))
+    parts = [*sorted(codes), *(f"{file.name} {_content(file)}" for file in sorted(data))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
 class Module(NamedTuple):
-    """A file as text in which only code counts, what it imports, and its texts."""
+    """A file's top-level statements as text in which only code counts, what it imports, and its texts."""
 
     path: Path
-    code: str
+    codes: frozenset[str]
     imported: frozenset[str]
     texts: frozenset[str]
 
@@ -83,7 +85,8 @@ def read(path: Path) -> Module:
                 texts.add(text)
     for text in filter(_NAMED.fullmatch, texts):  # a module that is imported later, or run as a program
         imported |= {text, f"{text}.__main__"}
-    return Module(path, _text(tree), frozenset(n for n in imported if n.startswith(PACKAGES)), frozenset(texts))
+    ours = frozenset(name for name in imported if name.startswith(PACKAGES))
+    return Module(path, frozenset(map(_text, tree.body)), ours, frozenset(texts))
 
 
 class _Code(ast.NodeTransformer):
@@ -102,6 +105,8 @@ def _text(node: object) -> str:
     """Write code alike in all versions of Python."""
     if isinstance(node, list):
         return f"[{','.join(map(_text, node))}]"
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return ""
     if not isinstance(node, ast.AST):
         return repr(node)
     fields = ((name, one) for name, one in ast.iter_fields(node) if one not in (None, []) and name not in _IGNORED)

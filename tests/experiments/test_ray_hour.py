@@ -14,7 +14,7 @@ from fakes import composed
 from experiments.cluster import ray_hour
 from experiments.cluster.hour import World, timed_steps
 from experiments.cluster.ray_hour import check_numbers, check_tokens
-from experiments.cluster.served import KILLED, RAY, SIMULATED_RAY, STEADY
+from experiments.cluster.served import KILLED, RAY, SIMULATED_RAY
 from experiments.fig13_cluster import EXPERIMENT
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ConfigError
@@ -63,18 +63,16 @@ def test_tokens_that_were_lost_or_came_twice_or_differ_beyond_ties_are_no_result
     ("hardware", "scale", "model", "speed_up", "max_len"),
     [("cpu", "laptop", "llama-tiny", 20, 192), ("h100", "gpu", "llama2-7b", 60, 128)],
 )
-def test_hours_of_all_rules_then_streams_and_the_loss_of_a_runner_under_the_first(
+def test_hours_of_all_rules_and_the_loss_of_a_runner_under_the_first(
     tmp_path, hardware, scale, model, speed_up, max_len
 ) -> None:
     words = ("runtime=ray", f"hardware={hardware}", f"scale={scale}", "system.names=[punica,round_robin]")
-    chosen = (*words, "figure.rates=[0.4]", "figure.kill=true")
-    found = ray_hour.points(settle(composed(tmp_path, *chosen, name="fig13_cluster"), EXPERIMENT))
-    stream = f"{STEADY} 0.4 of the peak"
+    cfg = settle(composed(tmp_path, *words, "figure.kill=true", name="fig13_cluster"), EXPERIMENT)
+    found = ray_hour.points(cfg)
     assert [(one.panel, one.system) for one in found] == [
         (RAY, "punica"), (SIMULATED_RAY, "punica"), (RAY, "round_robin"), (SIMULATED_RAY, "round_robin"),
-        (stream, "punica"), (f"simulated {stream}", "punica"), (KILLED, "punica"),
+        (KILLED, "punica"),
     ]  # fmt: skip
-    assert [one.settings.get("share", 0.0) for one in found] == [0.0, 0.0, 0.0, 0.0, 0.4, 0.4, 0.0]
     assert {(one.model, one.settings["speed_up"], one.settings["max_len"]) for one in found} == {
         (model, speed_up, max_len)
     }
@@ -121,20 +119,17 @@ def test_runners_serve_on_the_hardware_of_the_rows_and_one_that_does_not_come_up
 def test_the_hour_on_ray_from_the_command_line(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
     words = ["runtime=ray", "scale=smoke", "figure.kill=true", "figure.seconds=120", "figure.max_len=48"]
-    words += ["system.names=[punica,round_robin]", "figure.rates=[1]"]
+    words += ["system.names=[punica,round_robin]"]
     done = subprocess.run(
         [sys.executable, "-m", "experiments.fig13_cluster", *words, f"paths.outputs={tmp_path}"],
         cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout.splitlines()[-1])
-    assert (outcome["measured"], outcome["failed"]) == (7, [])
+    assert (outcome["measured"], outcome["failed"]) == (5, [])
     rows = read_rows(Path(outcome["rows_file"]))
-    stream = f"{STEADY} 1 of the peak"
-    assert {row.panel: row.kind for row in rows} == {
-        RAY: "measured", KILLED: "measured", SIMULATED_RAY: "simulated",
-        stream: "measured", f"simulated {stream}": "simulated",
-    }  # fmt: skip
+    kinds = {RAY: "measured", KILLED: "measured", SIMULATED_RAY: "simulated"}
+    assert {row.panel: row.kind for row in rows} == kinds
     value = {(row.panel, row.system, row.metric, row.statistic): row.value for row in rows}
     for panel, rule in ((RAY, "punica"), (RAY, "round_robin"), (KILLED, "punica"), (SIMULATED_RAY, "punica")):
         assert value[panel, rule, "total_tokens", "value"] == value[RAY, "punica", "total_tokens", "value"]
@@ -142,4 +137,4 @@ def test_the_hour_on_ray_from_the_command_line(tmp_path: Path) -> None:
         assert value[RAY, rule, "requests_with_other_tokens", "value"] == 0
     assert value[KILLED, "punica", "lost_runners", "value"] == 1
     assert all(row.cost_model for row in rows if row.panel == SIMULATED_RAY)
-    assert value[f"simulated {stream}", "punica", "measured_over_simulated_mean_throughput", "value"] > 0
+    assert value[SIMULATED_RAY, "punica", "measured_over_simulated_mean_throughput", "value"] > 0

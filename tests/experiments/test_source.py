@@ -96,6 +96,7 @@ def test_what_decides_a_number_changes_the_hash(tree, file, old, new):
         pytest.param("experiments/benches/clock.py", "  # of a call", '\n"""How often."""', id="comment"),
         pytest.param("punica/ops/unused.py", "ROWS = 5", "ROWS = 6", id="other module"),
         pytest.param("experiments/plots/bars.py", "2", "3", id="plot"),
+        pytest.param("punica/ops/__init__.py", "import run", "import run, run as again", id="import"),
         pytest.param("punica/__init__.py", "0.1.0", "1.0.0", id="version"),
         pytest.param("paper_results/fig01.csv", "1", "2", id="other data"),
         pytest.param("results/h200/fig10_layer.csv", "ab,1", "cd,1", id="hash of rows that are read"),
@@ -126,6 +127,13 @@ def test_figures_reach_their_code_and_data(script, reached, others):
     found = [one.relative_to(REPOSITORY).as_posix() for one in paths]
     assert all(any(one.startswith(begin) for one in found) for begin in reached.split())
     assert not [one for one in found if one.startswith(tuple(others.split()))]
+
+
+def test_a_definition_may_move_to_a_module_beside(tree):
+    before, (first, second) = hashed(tree), (tree / f"punica/ops/{name}.py" for name in ("kernel", "other"))
+    second.write_text(first.read_text() + second.read_text())
+    first.write_text("from punica.ops.other import run\n")
+    assert hashed(tree) == before
 
 
 def test_rows_of_other_code_are_measured_again_and_replaced(tmp_path, monkeypatch):
