@@ -23,26 +23,17 @@
 # `make setup && .venv/bin/jupytext --to ipynb --execute notebooks/00_overview.py`
 
 # %%
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
 import pandas as pd
 from IPython.display import Markdown, display
 
-sys.path.insert(
-    0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
-            if (f / "paper_results").is_dir())
-)  # fmt: skip
 from experiments.claims.bounds import described, read_bounds
 from experiments.claims.judge import VERDICTS
 from experiments.facts.paper import read_claims
 from experiments.measure.records import read_rows
 from experiments.report.expected import read_expected
 from experiments.report.machines import recorded_folders
-from notebooks.stored_rows import as_markdown
+from notebooks.stored_rows import ROOT, as_markdown
 
-ROOT = Path(sys.path[0])
 PAPER = ROOT / "paper_results"
 FOLDERS = {folder.name: folder for folder in recorded_folders(ROOT / "results")}
 JUDGED = {name: pd.read_csv(folder / "claims.csv", keep_default_na=False) for name, folder in FOLDERS.items()}

@@ -24,31 +24,31 @@
 # `make setup && .venv/bin/jupytext --to ipynb --execute notebooks/01_sgmv_and_batching.py`
 
 # %%
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
 import pandas as pd
 import torch
 from IPython.display import Markdown, display
 
-sys.path.insert(
-    0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
-            if (f / "paper_results").is_dir())
-)  # fmt: skip
 from experiments.facts.paper import read_figure
 from experiments.fig07_sgmv_roofline import EXPERIMENT as FIG7
 from experiments.fig08_lora_operator import EXPERIMENT as FIG8
 from experiments.fig09_lora_ranks import EXPERIMENT as FIG9
 from experiments.measure.roofline import sgmv_intensity, sgmv_io_bytes
 from experiments.workload.popularity import PAPER_WORKLOADS, popularity
-from notebooks.stored_rows import StoredRows, as_markdown, contest, growth, how_to_measure, of_the_roof, relative_to
+from notebooks.stored_rows import (
+    ROOT,
+    StoredRows,
+    as_markdown,
+    contest,
+    growth,
+    how_to_measure,
+    of_the_roof,
+    relative_to,
+)
 from punica.metadata import LoRABatch, LoRAMapping, compute_meta
 from punica.ops import reference, torch_ops
 from punica.ops.weights import Stack
 from punica.wrapper import PunicaWrapperCPU
 
-ROOT = Path(sys.path[0])
 HARDWARE = "cpu"  # whose rows chapters 3 and 4 read: the name of a folder in results/ or outputs/
 
 # %% [markdown]

@@ -23,8 +23,6 @@
 # `make setup && .venv/bin/jupytext --to ipynb --execute notebooks/02_adapters_on_demand.py`
 
 # %%
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -33,19 +31,13 @@ import torch
 from IPython.display import display
 from transformers import LlamaConfig
 
-sys.path.insert(
-    0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
-            if (f / "paper_results").is_dir())
-)  # fmt: skip
 from experiments.sec52_adapter_loading import EXPERIMENT as LOADING
-from notebooks.stored_rows import StoredRows, as_markdown
+from notebooks.stored_rows import ROOT, StoredRows, as_markdown
 from punica.adapters import LoRAModelManager, LoRARequest, write_random_adapter
 from punica.config import LoRAConfig
 from punica.layers import ColumnParallelLinearWithShardedLoRA, RowParallelLinearWithShardedLoRA
 from punica.models import LlamaForCausalLM
 from punica.parallel import ColumnParallelLinear, RowParallelLinear
-
-ROOT = Path(sys.path[0])
 
 # %% [markdown]
 # ## 1. From a folder to a slot
@@ -193,7 +185,6 @@ print("equals x A^T B^T:", torch.allclose(y, x @ a.T @ b.T, atol=1e-4))
 # The paper (section 5.2): one layer loads in about 50 µs, one model in 2 ms, behind a decode step of 30 ms. The
 # arithmetic disagrees with the link it names (disagreement D03): 80 MB at the 25 GB/s of PCIe Gen4 x16 take 3.2 ms. In
 # the figure, `link` is one plain copy of as many bytes, the roofline.
-
 
 # %%
 def loading(rows: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:

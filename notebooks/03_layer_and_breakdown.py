@@ -23,24 +23,15 @@
 # `make setup && .venv/bin/jupytext --to ipynb --execute notebooks/03_layer_and_breakdown.py`
 
 # %%
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
 import pandas as pd
 from IPython.display import display
 
-sys.path.insert(
-    0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
-            if (f / "paper_results").is_dir())
-)  # fmt: skip
 from experiments.ext_breakdown import EXPERIMENT as BREAKDOWN
 from experiments.fig01_batching import EXPERIMENT as FIG1
 from experiments.fig10_layer import EXPERIMENT as FIG10
 from experiments.harness.schema import model_conf
-from notebooks.stored_rows import SideBySide, as_markdown
+from notebooks.stored_rows import ROOT, SideBySide, as_markdown
 
-ROOT = Path(sys.path[0])
 MACHINES = SideBySide(ROOT)
 
 # %% [markdown]
@@ -76,7 +67,6 @@ display(*MACHINES.figure(FIG1))
 # %%
 display(*MACHINES.figure(FIG10))
 
-
 # %%
 def distinct_over_identical(rows: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
     """Latency of a layer under Distinct over that under Identical, at the largest batch."""
@@ -105,11 +95,9 @@ display(*MACHINES.table(FIG10, distinct_over_identical))
 # %%
 display(*MACHINES.figure(BREAKDOWN))
 
-
 # %% [markdown]
 # The step against its floor, the time in which its bytes could move (weights, keys and values, adapters) at the
 # bandwidth of a plain copy on that machine. Prompts compute, so that for them the floor says little.
-
 
 # %%
 def values(rows: pd.DataFrame) -> pd.DataFrame:
@@ -139,7 +127,6 @@ display(*MACHINES.table(BREAKDOWN, over_the_floor))
 # In a decode step every request gets one token, so that what LoRA adds to the step is what every user waits longer for
 # the next token. Over all tokens that the step computes it is less by as much as there are.
 
-
 # %%
 def price(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
     """What adapters add to each kind of step."""
@@ -154,11 +141,9 @@ def price(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
 
 display(*MACHINES.table(BREAKDOWN, price))
 
-
 # %% [markdown]
 # What the host does for a step: choosing requests and laying out rows; the tables of the step (metadata); and on a GPU
 # launching it, and then, ahead of the device, the tables of the next step. What happens ahead costs the step nothing.
-
 
 # %%
 def of_the_host(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:

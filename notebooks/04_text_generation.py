@@ -23,24 +23,15 @@
 # `make setup && .venv/bin/jupytext --to ipynb --execute notebooks/04_text_generation.py`
 
 # %%
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
 import pandas as pd
 from IPython.display import display
 
-sys.path.insert(
-    0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
-            if (f / "paper_results").is_dir())
-)  # fmt: skip
 from experiments.ext_latency_under_load import EXPERIMENT as LOAD
 from experiments.ext_many_adapters import EXPERIMENT as MANY
 from experiments.facts.systems import baselines, name_of
 from experiments.fig11_textgen import EXPERIMENT as FIG11
-from notebooks.stored_rows import SideBySide
+from notebooks.stored_rows import ROOT, SideBySide
 
-ROOT = Path(sys.path[0])
 MACHINES = SideBySide(ROOT)
 
 
@@ -48,7 +39,6 @@ def values(rows: pd.DataFrame, *keys: str) -> pd.DataFrame:
     """One line per value of `keys`, one column per metric."""
     chosen = rows[rows["statistic"].isin(["median", "value"]) | (rows["metric"] == "requests")]
     return chosen.pivot_table(index=[*keys], columns="metric", values="value", sort=False)
-
 
 # %% [markdown]
 # ## 1. Throughput (Figure 11)
@@ -61,7 +51,6 @@ def values(rows: pd.DataFrame, *keys: str) -> pd.DataFrame:
 
 # %%
 display(*MACHINES.figure(FIG11))
-
 
 # %%
 def speed_up(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
@@ -91,7 +80,6 @@ display(*MACHINES.table(FIG11, speed_up))
 # every step, whatever the popularity, and wrong tokens. `punica_last_admitted` is our engine with that rule. How much
 # faster it is than the right one is what the rule adds to Figure 11.
 
-
 # %%
 def index_rule(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
     """Throughput with the released index rule over that with the right one."""
@@ -114,7 +102,6 @@ display(*MACHINES.table(FIG11, index_rule))
 
 # %%
 display(*MACHINES.figure(LOAD))
-
 
 # %%
 def with_tails(cells: pd.DataFrame, metrics: dict[str, str]) -> pd.DataFrame:
@@ -148,7 +135,6 @@ display(*MACHINES.table(LOAD, at_the_baselines_capacity))
 # saturation and beyond; below it, it only delays first tokens. What a step does to those who decode is in single gaps
 # between two tokens: a request's mean gap hides it.
 
-
 # %%
 def one_prefill_per_step(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
     """The tails of both, by load."""
@@ -171,7 +157,6 @@ display(*MACHINES.table(LOAD, one_prefill_per_step))
 
 # %%
 display(*MACHINES.figure(MANY))
-
 
 # %%
 def hits_and_waits(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:

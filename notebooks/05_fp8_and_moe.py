@@ -23,25 +23,15 @@
 # `make setup && .venv/bin/jupytext --to ipynb --execute notebooks/05_fp8_and_moe.py`
 
 # %%
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
 import pandas as pd
 from IPython.display import Markdown, display
 
-sys.path.insert(
-    0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
-            if (f / "paper_results").is_dir())
-)  # fmt: skip
 from experiments.ext_expert_tables import LAYERS
 from experiments.ext_fp8 import EXPERIMENT as FP8
 from experiments.ext_moe import EXPERIMENT as MOE
 from experiments.harness.counted import counted, frame_of, merged
 from experiments.measure.records import read_rows
-from notebooks.stored_rows import SideBySide, as_markdown
-
-ROOT = Path(sys.path[0])
+from notebooks.stored_rows import ROOT, SideBySide, as_markdown
 
 # %% [markdown]
 # ## 1. Bytes of an adapter in FP8
@@ -70,7 +60,6 @@ display(as_markdown(pd.DataFrame(rows)))
 # systems have it. It is no way to be fast here: one row per adapter has no use for FP8 products, and quantising costs
 # kernels.
 
-
 # %%
 def operator_table(name: str) -> pd.DataFrame:
     """Recorded rows of a table of the H200: a line for each operator, a column for each way to compute it."""
@@ -96,12 +85,10 @@ display(as_markdown(fp8[decode]))
 # %%
 display(as_markdown(fp8[~decode][["panel", "wrapper", "fp8", "fp8 / wrapper"]]))
 
-
 # %% [markdown]
 # What rounding does: the error of an operator relative to the unrounded adapter, and of a model's logits, with the
 # share of greedy tokens that change (a model with random weights: a trained one is more certain of its tokens, and in
 # 32 layers, of the H200, errors add up that two layers, of the CPU, do not have).
-
 
 # %%
 def errors(rows: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
@@ -160,7 +147,6 @@ display(Markdown("Ratios to the public kernels: [operator tables](../results/h20
 
 # %%
 display(*machines.figure(MOE))
-
 
 # %%
 def engine_steps(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:

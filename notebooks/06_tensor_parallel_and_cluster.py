@@ -23,16 +23,8 @@
 # `make setup && .venv/bin/jupytext --to ipynb --execute notebooks/06_tensor_parallel_and_cluster.py`
 
 # %%
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
 from IPython.display import Markdown, display
 
-sys.path.insert(
-    0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
-            if (f / "paper_results").is_dir())
-)  # fmt: skip
 from experiments.claims.predictions import prediction_table, predictions, rules_table
 from experiments.ext_placement import EXPERIMENT as PLACEMENT
 from experiments.fig12_textgen_70b import EXPERIMENT as FIG12
@@ -40,9 +32,8 @@ from experiments.fig13_cluster import EXPERIMENT as FIG13
 from experiments.harness.counted import counted, merged
 from experiments.report.machines import read_folder
 from experiments.sec53_migration import EXPERIMENT as SEC53
-from notebooks.stored_rows import SideBySide, StoredRows, how_to_measure
+from notebooks.stored_rows import ROOT, SideBySide, StoredRows, how_to_measure
 
-ROOT = Path(sys.path[0])
 MACHINES = SideBySide(ROOT)
 ROWS = {name: read_folder(stored.folder) for name, stored in MACHINES.machines.items()}
 SIMULATED = StoredRows(ROOT, "cpu")  # a simulation needs no GPU
@@ -51,7 +42,6 @@ SIMULATED = StoredRows(ROOT, "cpu")  # a simulation needs no GPU
 def missing(experiment) -> Markdown:
     """What would make the rows of an experiment."""
     return Markdown(f"*No rows of `{experiment.name}` yet: {how_to_measure(SIMULATED, experiment)}*")
-
 
 # %% [markdown]
 # ## 1. A 70B model on several GPUs (Figure 12)

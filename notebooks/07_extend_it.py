@@ -22,9 +22,6 @@
 
 # %%
 import os
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: section 4 runs its kernel on the CPU
 
@@ -34,10 +31,6 @@ import triton
 import triton.language as tl
 from IPython.display import Markdown, display
 
-sys.path.insert(
-    0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
-            if (f / "paper_results").is_dir())
-)  # fmt: skip
 from experiments.cluster.costs import chosen_cost, model_bytes
 from experiments.cluster.hour import paper_cluster, paper_hour
 from experiments.facts.systems import FIG11, SYSTEMS, System, name_of, names_in
@@ -49,7 +42,7 @@ from experiments.systems.stream import paper_stream, timeline_of
 from experiments.systems.weights import Limits
 from experiments.systems.world import World
 from experiments.workload import WORKLOADS, popularity
-from notebooks.stored_rows import as_markdown
+from notebooks.stored_rows import ROOT, as_markdown
 from punica.cluster.placement import SCHEDULING_RULES, LargestWorkingSet
 from punica.metadata import LoRAMapping
 from punica.ops.reference import bgmv_expand_slice, bgmv_shrink
@@ -57,7 +50,6 @@ from punica.ops.torch_ops import TorchOps
 from punica.scheduling import ADMISSION_RULES, AdmissionRule
 from punica.wrapper import BACKENDS, PunicaWrapperCPU, get_punica_wrapper
 
-ROOT = Path(sys.path[0])
 TINY = ModelConf(
     name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
@@ -69,7 +61,6 @@ BATCH, REQUESTS, MAX_LEN = 4, 10, 96
 #
 # A popularity is a rule: the number of requests in, the sizes of the groups that name one adapter out. This one gives
 # half of the requests to one adapter, and an adapter of its own to each of the others.
-
 
 # %%
 @WORKLOADS.register("HalfHot")
@@ -103,7 +94,6 @@ display(as_markdown(pd.DataFrame([
 #
 # A system is an admission rule and an entry. The rule says which waiting request may join the next step; the engine
 # keeps its blocks, slots and tokens right whatever the rule says.
-
 
 # %%
 @ADMISSION_RULES.register("newest_first")
@@ -140,7 +130,6 @@ display(as_markdown(pd.DataFrame(lines)))
 # A cluster places each request by a rule. Punica fills the GPU that is fullest. This one fills the GPU with the most
 # free pages that is not idle, and wakes an idle one only when no other has room. It runs on the paper's hour of
 # requests, in a simulation: a virtual clock, steps that take what the cost model says.
-
 
 # %%
 @SCHEDULING_RULES.register("most_room_awake")
@@ -191,7 +180,6 @@ display(as_markdown(pd.DataFrame(lines)))
 # measure, not who wins. First the kernel has to be right. Triton's interpreter runs it on the CPU, one statement after
 # the other; on a GPU the same source is compiled.
 
-
 # %%
 @triton.jit
 def one_launch_kernel(
@@ -218,12 +206,10 @@ def one_launch_kernel(
         y = tl.load(y_ptrs, mask=inside, other=0.0) + scale * tl.sum(b.to(tl.float32) * low[None, :], axis=1)
         tl.store(y_ptrs, y, mask=inside)
 
-
 # %% [markdown]
 # Layers call a *wrapper*, and a wrapper hands the step to the operations of its backend (`punica.ops.interface.Ops`).
 # A backend that replaces one operation is a subclass and an entry of `BACKENDS`. A layer may hold several products side
 # by side, as q, k and v: its slices.
-
 
 # %%
 class OneLaunchOps(TorchOps):
@@ -243,7 +229,6 @@ class OneLaunchOps(TorchOps):
 @BACKENDS.register("one_launch")
 class OneLaunchWrapper(PunicaWrapperCPU):
     _ops = OneLaunchOps()
-
 
 # %% [markdown]
 # What is right is said by `punica.ops.reference`, which is written to be read and rounds once. The comparison covers

@@ -21,22 +21,15 @@
 # are stored.
 
 # %%
-import sys
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 
 import pandas as pd
 from IPython.display import display
 
-sys.path.insert(
-    0, next(str(f) for f in (Path.cwd(), *Path.cwd().parents, *Path(find_spec("punica").origin).parents)
-            if (f / "paper_results").is_dir())
-)  # fmt: skip
 from experiments.ext_prefix_cache import EXPERIMENT as PREFIX
 from experiments.harness.schema import DType, ModelConf
 from experiments.systems.weights import Limits, Weights
-from notebooks.stored_rows import SideBySide, as_markdown
+from notebooks.stored_rows import ROOT, SideBySide, as_markdown
 from punica.adapters import LoRAModel, LoRARequest, PEFTHelper, activation_start
 from punica.engine import Engine, Request
 
@@ -64,7 +57,6 @@ def engine(admission="fcfs", **switches):
 def adapter(number):
     """The reference to one of them; 0: the base."""
     return LoRARequest(f"adapter-{number}", number, "in memory") if number else None
-
 
 # %% [markdown]
 # ## 1. Where an adapter begins
@@ -150,4 +142,4 @@ display(as_markdown(pd.DataFrame(lines)))
 # First tokens, whole pipelines and blocks by context, number of adapters and way to serve them.
 
 # %%
-display(*SideBySide(Path(sys.path[0])).figure(PREFIX))
+display(*SideBySide(ROOT).figure(PREFIX))

@@ -21,6 +21,7 @@ from experiments.plots.draw import draw
 from experiments.plots.frames import centre, distinct, measured, measured_frame, paper_frame, rows_of_repeats
 from experiments.report.machines import read_folder, rows_files
 
+ROOT = Path(__file__).resolve().parents[1]
 PAPER = "paper, A100"
 TableOf = Callable[[pd.DataFrame, pd.DataFrame], pd.DataFrame]
 """A table from the measured rows of one figure and the paper's."""

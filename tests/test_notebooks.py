@@ -1,5 +1,6 @@
 """Notebooks: each runs, equals its source, and shows the figures and verdicts of `make reproduce` and `make report`."""
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -70,7 +71,7 @@ def execute(path: Path) -> NotebookNode:
     limits = {"timeout": 900, "startup_timeout": 300}  # seconds of a cell and of the start, on a busy machine
     resources = {"metadata": {"path": path.parent}}
     client = NotebookClient(notebook, kernel_name="python3", resources=resources, **limits)
-    return client.execute()
+    return client.execute(env=os.environ | {"PYTHONPATH": str(path.parents[1])})  # ahead of the checkout
 
 
 def outputs(notebook: NotebookNode) -> list[NotebookNode]:
