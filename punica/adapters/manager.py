@@ -5,12 +5,14 @@ many as there are slots. Validate first: an adapter is fully loaded, packed and 
 anything is evicted. A failed call leaves registered adapters, slots and buffers as they were.
 """
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,7 +27,7 @@ from punica.adapters.write import make_slot_writer
 from punica.checks import check_count
 from punica.config import LoRAConfig
 from punica.layers.utils import base_weight
-from punica.metadata import LoRAMapping, RowGroups
+from punica.metadata import LoRAMapping, MixedRows, RowGroups
 from punica.parallel import all_ranks_agree, check_free
 from punica.wrapper import get_punica_wrapper
 
@@ -197,11 +199,16 @@ class LoRAModelManager(AdapterCache):
         self._writer.begin_step(placed.values())
 
     def begin_step(
-        self, segments: Sequence[tuple[int, int]], sampled_slots: Sequence[int], *, is_prefill: bool = False
-    ) -> None:
+        self, segments: Sequence[tuple[int, int]], sampled_slots: Sequence[int],
+        mixtures: Sequence[Sequence[tuple[int, float]]] = (), fan: int = 0, *, is_prefill: bool = False,
+    ) -> None:  # fmt: skip
         """Begin the next step as :meth:`set_adapter_mapping`, laid out by slot: `segments` are `(slot, number of rows)`
-        of the runs of rows, in row order, `sampled_slots` those of every sampled row; -1: without adapter.
+        of the runs of rows, in row order, `sampled_slots` those of every sampled row; -1: without adapter; -2 - i: with
+        the slots and weights of `mixtures[i]`, padded to `fan`.
         """
+        if mixtures:
+            self._begin_mixed(segments, sampled_slots, mixtures, max(fan, *map(len, mixtures)))
+            return
         step = (tuple(map(tuple, segments)), tuple(sampled_slots), is_prefill)
         if self._last_step != (step, self.punica_wrapper.batch.rows):
             tokens = RowGroups.of_runs([slot for slot, _ in segments], [length for _, length in segments])
@@ -209,6 +216,24 @@ class LoRAModelManager(AdapterCache):
             self.punica_wrapper.begin_step(tokens, sampled, self.vocab_size, is_prefill=is_prefill)
             self._last_step = (step, self.punica_wrapper.batch.rows)
         self._writer.begin_step({slot for slot, _ in segments if slot >= 0}.union(sampled_slots) - {-1})
+
+    def _begin_mixed(
+        self, segments: Sequence[tuple[int, int]], sampled_slots: Sequence[int],
+        mixtures: Sequence[Sequence[tuple[int, float]]], fan: int,
+    ) -> None:  # fmt: skip
+        table = np.full((2, 1 + len(mixtures), fan), -1.0)  # slots and weights of mixtures; of other rows in place -1
+        for i, mixture in enumerate(mixtures):
+            table[:, -2 - i, : len(mixture)] = np.transpose(mixture)
+        plain, mixed = [], []
+        for runs in (segments, [(slot, 1) for slot in sampled_slots]):
+            slots, lengths = [slot for slot, _ in runs], [length for _, length in runs]
+            plain.append(RowGroups.of_runs([max(slot, -1) for slot in slots], lengths))
+            lists, weights = table[:, [min(slot, -1) for slot in slots]]
+            mixed.append(MixedRows.of_runs(lists.astype(np.int64), weights, lengths))
+        self.punica_wrapper.begin_step(*plain, self.vocab_size)
+        self.punica_wrapper.begin_mixtures(*mixed)
+        used = {slot for slot, _ in (*segments, *itertools.chain(*mixtures))}.union(sampled_slots)
+        self._writer.begin_step({slot for slot in used if slot >= 0})
 
     # --- warm-up -----------------------------------------------------------------------------------------------------
 

@@ -40,12 +40,15 @@ class StepResult(NamedTuple):
 
 
 class GraphShape(NamedTuple):
-    """Shape of a captured step; ``adapters``: distinct ones of decode rows, 0 if no row of the step has one."""
+    """Shape of a captured step; ``adapters``: distinct ones of decode rows, 0 if no row of the step has one; ``mixed``:
+    most of one row, 0 without mixtures.
+    """
 
     prompt_rows: int
     decode_rows: int
     adapters: int
     vocabulary: bool = False
+    mixed: int = 0
 
 
 @dataclass
@@ -142,7 +145,7 @@ class StepGraphs:
         """
         if shape in self._captured or shape in self._refused:
             return shape in self._captured
-        what = "the shape of a captured step (prompt rows, decode rows, adapters, vocabulary)"
+        what = "the shape of a captured step (prompt rows, decode rows, adapters, vocabulary, mixed)"
         check_same_on_all_ranks(what, shape)
         try:
             self._captured[shape] = self._capture(shape)

@@ -27,7 +27,8 @@ from punica.engine.requests import GenerationChunk, GenerationResult, StepOutput
 from punica.engine.text import TextCodec, ending_at, growing_text
 from punica.scheduling import Request, RequestState, SamplingParams, as_sampling_params
 
-Adapters = LoRARequest | Sequence[LoRARequest | None] | None
+Adapter = LoRARequest | Mapping[LoRARequest, float] | None
+Adapters = Adapter | Sequence[Adapter]
 Params = SamplingParams | int | Sequence[SamplingParams | int | None] | None
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -173,7 +174,8 @@ class Generation(ABC):
 
         Args:
             prompts: a list of prompts, or one text or chat.
-            adapters: one for all prompts, or a list with one each; ``None`` is the plain backbone.
+            adapters: one for all prompts, or a list with one each; ``None`` is the plain backbone, and
+                ``{adapter: weight}`` a mixture.
             params: one for all prompts, or a list with one each; an integer is greedy decoding of so many tokens,
                 ``None`` the engine's defaults (the folder's, for :meth:`Engine.from_pretrained`), with fewer tokens
                 where the prompt leaves less room. A prompt whose ``n`` is not 1 has so many results, one after another.
@@ -280,7 +282,7 @@ class Generation(ABC):
     ) -> list[Request]:
         prompts = listed_prompts(prompts)
         count = len(prompts)
-        adapters = _per_prompt("adapters", adapters, count, LoRARequest)
+        adapters = _per_prompt("adapters", adapters, count, LoRARequest, Mapping)
         params = _per_prompt("params", params, count, SamplingParams, int)
         if not count == len(adapters) == len(params):
             raise ValueError(

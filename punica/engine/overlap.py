@@ -42,7 +42,7 @@ class BegunStep(NamedTuple):
             batch_size=len(layout.requests),
             num_idle=len(layout.requests) - len(plan.prefills) - len(plan.decodes),
             num_prefill_tokens=layout.num_prefill_rows,
-            num_segments=sum([slot >= 0 for slot, _ in layout.segments]),
+            num_segments=sum([slot != -1 for slot, _ in layout.segments]),
             num_preempted=len(plan.preempted),
             schedule_s=scheduled - start, metadata_s=ready - scheduled, model_s=time.perf_counter() - ready, **counts,
         )  # fmt: skip
@@ -208,9 +208,10 @@ class Overlap:
         if scheduler.running or not scheduler.waiting or scheduler.has_slot(scheduler.waiting[0], pinned):
             return []
         head = scheduler.waiting[0]
+        name = f"adapter {head.adapter_id}" if head.adapter_id else f"adapters {sorted(head.adapter_ids)}"
         return self.fail(
             head,
-            f"RuntimeError: no slot for adapter {head.adapter_id}: all {len(pinned)} slots were pinned, for adapters "
+            f"RuntimeError: no slot for {name}: all {len(pinned)} slots were pinned, for adapters "
             f"{sorted(pinned)}, while the request waited; call manager.unpin_adapter and ask again",
         )
 

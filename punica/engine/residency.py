@@ -18,7 +18,7 @@ from punica.adapters import LoadedAdapter, LoRAModel, LoRAModelManager, LoRARequ
 from punica.adapters.request import check_same_source
 from punica.checks import clip
 from punica.parallel import get_tensor_model_parallel_world_size
-from punica.scheduling import PrefixKey, RequestState
+from punica.scheduling import Mixture, PrefixKey, RequestState
 from punica.threads import compute_alone
 
 READERS = 4
@@ -111,8 +111,19 @@ class AdapterResidency:
     def check(self, adapter: object) -> None:
         """Refuse an adapter by its type and slot; :meth:`check_folder` checks its id and folder.
 
-        TypeError: not a LoRARequest. RuntimeError: every slot is pinned for another adapter, so it could wait for ever.
+        TypeError: not a LoRARequest. ValueError: a mixture needs more slots than there are, or names an id twice.
+        RuntimeError: every slot is pinned for another adapter, so it could wait for ever.
         """
+        if isinstance(adapter, Mixture):
+            for one in adapter.adapters:
+                self.check(one)
+            ids = {one.lora_int_id for one in adapter.adapters}
+            if not len(adapter.adapters) == len(ids) <= self.manager.lora_slots:
+                raise ValueError(
+                    f"mixture {clip(adapter.lora_name)} has {len(adapter.adapters)} adapters of ids {sorted(ids)}; "
+                    f"give distinct ones, at most one for each of the {self.manager.lora_slots} slots (max_loras)"
+                )
+            return
         if not isinstance(adapter, LoRARequest):
             raise TypeError(f"adapter must be a LoRARequest or None, got {type(adapter).__name__} {clip(adapter)}")
         pinned = self.manager.pinned_adapters
@@ -127,6 +138,9 @@ class AdapterResidency:
 
         FileNotFoundError, ValueError, TypeError: the folder or its content. ValueError: its id belongs to another.
         """
+        if isinstance(adapter, Mixture):
+            for one in adapter.adapters:
+                self.check_folder(one)
         if not isinstance(adapter, LoRARequest):
             return  # an engine that ignores adapters
         if not adapter.load_inplace:
@@ -147,6 +161,8 @@ class AdapterResidency:
 
     def add(self, request: RequestState) -> None:
         """Note a queued request, whose adapter was checked: its id belongs to that folder until the request leaves."""
+        for part in request.mixed:
+            self.add(part)
         if isinstance(request.adapter, LoRARequest):
             users = self._users.setdefault(request.adapter_id, {})
             last = next(reversed(users.values())).adapter if users else None
@@ -160,6 +176,8 @@ class AdapterResidency:
 
     def release(self, request: RequestState) -> None:
         """Forget a request that has left, for whatever reason, and its version of the adapter if no other holds it."""
+        for part in request.mixed:
+            self.release(part)
         self._leave_queue(request)
         users = self._users.get(request.adapter_id, {})
         users.pop(request.request_id, None)
@@ -173,13 +191,25 @@ class AdapterResidency:
 
     def running_first(self, requests: Iterable[RequestState]) -> list[RequestState]:
         """Order running requests: those with a slot first, so that no adapter that is brought back evicts theirs."""
-        return sorted(requests, key=lambda request: request.weights is None or request.weights.slot is None)
+        return sorted(
+            requests,
+            key=lambda one: any(part.weights is None or part.weights.slot is None for part in one.mixed or (one,)),
+        )
 
     def activate(self, request: RequestState) -> None:
         """Make the adapter of a request active: its own version if it has begun, else the newest, loaded if need be.
 
-        An adapter that cannot be loaded raises (FileNotFoundError, ValueError, TypeError) and leaves the others active.
+        An adapter that cannot be loaded raises (FileNotFoundError, ValueError, TypeError) and leaves the others active;
+        so does one that cannot be mixed.
         """
+        for part in request.mixed:
+            self.activate(part)
+            lora = part.weights.lora
+            if bad := [name for name in lora.loras if not self.manager.modules[name].mixes or lora.invocation]:
+                raise ValueError(
+                    f"adapter {clip(part.adapter.lora_name)} cannot be mixed, for its weights of {clip(bad)}; mixtures "
+                    "take plain LoRA of linear layers and head, in 16 or 32 bits and not fully sharded"
+                )
         if not isinstance(request.adapter, LoRARequest):
             return  # the plain backbone
         self._make_active(request, request.adapter)
@@ -212,6 +242,11 @@ class AdapterResidency:
         only adapters in host memory.
         """
         adapter, base = request.adapter, PrefixKey.of_base(request)
+        if request.mixed:
+            keys = [self.prefix_key(part, waits) for part in request.mixed]
+            contents = [key.weights for key in keys if key is not None]
+            content = b"".join(contents) + repr(request.adapter.weights).encode()
+            return None if len(contents) < len(keys) else PrefixKey(0, content, base.salt)
         if not isinstance(adapter, LoRARequest):
             return base
         if request.weights is not None:
@@ -236,7 +271,7 @@ class AdapterResidency:
         False while a request waits to reload the adapter: later arrivals take the weights of that load.
         """
         if not isinstance(request.adapter, LoRARequest):
-            return True
+            return all(self.is_resident(part) for part in request.mixed)
         held = request.weights or self.manager.loaded(request.adapter_id)
         return held is not None and held.slot is not None and not self._awaits_reload(request.adapter_id)
 
@@ -247,7 +282,7 @@ class AdapterResidency:
         """
         adapter = request.adapter
         if not self._reads_beside or not isinstance(adapter, LoRARequest):
-            return True
+            return all([self.is_loaded(part) for part in request.mixed])  # a list: all begin to be read
         if request.reloads and adapter.tensors is None:
             return True
         return self._is_read(request, adapter)

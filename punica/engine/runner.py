@@ -4,6 +4,7 @@ import time
 import weakref
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from punica.engine.config import EngineConfig
 from punica.engine.cuda_graph import GraphShape, StepGraphs, StepResult, StepShapes, decode_sizes, prompt_sizes
 from punica.engine.sampler import NO_TOKEN, PendingCopy, PendingLogprobs, choose_tokens, token_logprobs
 from punica.layers import capturing_vocabulary, rehearsal
-from punica.metadata import RowGroups
+from punica.metadata import MixedRows, RowGroups
 from punica.metadata.staging import StagedBuffer, send
 from punica.models import LlamaForCausalLM
 from punica.ops.backbone import argmax
@@ -147,7 +148,8 @@ class ModelRunner:
         with in_step():
             if self.manager is not None:
                 is_prefill = padded.num_prefill_rows > 0
-                self.manager.begin_step(padded.segments, padded.sampled_slots, is_prefill=is_prefill)
+                mixtures = padded.mixtures, 0 if shape is None else shape.mixed
+                self.manager.begin_step(padded.segments, padded.sampled_slots, *mixtures, is_prefill=is_prefill)
             ready = time.perf_counter()
             if shape is None or self.graphs is None:
                 logits, best = self._forward(rows, samples_all=not layout.num_prefill_rows)
@@ -199,16 +201,18 @@ class ModelRunner:
         """Return the shape of the step's graph; ``None``: no memory for it."""
         first = layout.num_prefill_rows
         slots = [slot for slot, span in zip(layout.sampled_slots, layout.spans, strict=True) if span.start >= first]
-        used = {*layout.sampled_slots} - {-1}
+        used = {*layout.sampled_slots}.union(slot for mixture in layout.mixtures for slot, _ in mixture) - {-1}
         shape = self.shapes.of(
             first, len(slots), len({*slots} - {-1}),
             uses_lora=bool(used), vocabulary=any(not used.isdisjoint(layer.filled_slots) for layer in self._ends),
         )  # fmt: skip
+        if layout.mixtures:
+            shape = shape._replace(mixed=1 << (max(map(len, layout.mixtures)) - 1).bit_length())
         return None if self.graphs is None or self.graphs.is_refused(shape) else shape
 
     def _stage_dummy(self, shape: GraphShape) -> None:
         """Stage a step of ``shape`` that writes no cache row: one prompt, and decode rows spread evenly over slots."""
-        prompts, decodes, adapters, _ = shape
+        prompts, decodes, adapters, _, mixed = shape
         num_rows, num_sampled = self._rows_of(shape)
         rows = self.inputs.fill(StepLayout((), (), (), [], [], [], 0), num_rows, num_sampled)
         self.attention.begin((), rows.kv_rows, prompts)
@@ -221,6 +225,10 @@ class ModelRunner:
             RowGroups.of_runs(slots, [rows - sum(shares), *shares]) for rows in (num_rows, num_sampled)
         )  # fmt: skip
         self.manager.punica_wrapper.begin_step(tokens, sampled, self.manager.vocab_size)
+        if mixed:
+            lists = np.arange(mixed)[None] % self.manager.lora_slots
+            both = [MixedRows.of_runs(lists, np.ones((1, mixed)), [count]) for count in (num_rows, num_sampled)]
+            self.manager.punica_wrapper.begin_mixtures(*both)
 
     def _rows_of(self, shape: GraphShape) -> tuple[int, int]:
         """Return rows and sampled rows of a shape; with a prompt, the most requests of a step are sampled."""

@@ -88,6 +88,7 @@ class BaseLayerWithLoRA(nn.Module):
     base_layer: Any
     punica_wrapper: Any = None
     a_row_major = True
+    _takes_mixtures = False
     skips_when_empty = False
     full_input_size: int
     full_output_sizes: tuple[int, ...]
@@ -192,6 +193,11 @@ class BaseLayerWithLoRA(nn.Module):
         for part in parts:
             part.write(index)
         self.mark_slot(index, any(part.part is not None for part in parts))
+
+    @property
+    def mixes(self) -> bool:
+        """Rows may have a mixture of several adapters: linear layers and head, in 16 or 32 bits."""
+        return not self.lora_a_scale and self._takes_mixtures
 
     def mark_slot(self, index: int, filled: bool) -> None:
         """Note on the host whether slot ``index`` holds an adapter; asynchronous writers call it."""

@@ -46,6 +46,7 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         lora_a_stacked, lora_b_stacked: tuples with one tensor per slice, ``[L, 1, R, in]`` and ``[L, 1, out_i, R]``.
     """
 
+    _takes_mixtures = True
     _uses_base_forward = False  # the base product is the base layer's own forward: it may compute or cast in its way
 
     def __init__(self, base_layer: Any) -> None:

@@ -54,6 +54,10 @@ class _FullySharded(BaseLinearLayerWithLoRA):
         self._inner.add_expanded(y, self._join(h), self.stack_b, self._first_column())
         return y.view(output.shape)
 
+    @property
+    def mixes(self) -> bool:
+        return self.tp_size == 1 and super().mixes
+
     def _join(self, h: Tensor) -> Tensor:
         """Combine the ranks' intermediates to ``[n, T, R]``."""
         raise NotImplementedError

@@ -31,6 +31,7 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
     have that width even where the base layer cuts to ``org_vocab_size``. The base layer's settings can be read here.
     """
 
+    _takes_mixtures = True
     logits_as_input = property(attrgetter("base_layer.logits_as_input"))
     vocab_size = property(attrgetter("base_layer.vocab_size"))
     org_vocab_size = property(attrgetter("base_layer.org_vocab_size"))

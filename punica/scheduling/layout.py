@@ -50,6 +50,7 @@ class StepLayout:
     ``token_ids``, ``positions``, ``kv_rows``: length T; cache row that each row's key and value are written to.
     ``num_prefill_rows``: rows of prompts, which come first.
     ``partial``: the request whose prompt has rows in a later step, so that its sampled token is none.
+    ``mixtures``: lists of (slot, weight); slot -2 - i stands for ``mixtures[i]``.
     ``plain_rows``: per span, its first rows that are before the activation of its adapter; empty where none has such.
     """
 
@@ -62,6 +63,7 @@ class StepLayout:
     num_prefill_rows: int
     partial: RequestState | None = None
     plain_rows: tuple[int, ...] = ()
+    mixtures: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     @cached_property
     def segments(self) -> tuple[tuple[int, int], ...]:
@@ -92,13 +94,13 @@ class StepLayout:
             for values, nothing in ((self.token_ids, 0), (self.positions, 0), (self.kv_rows, -1))
         )
         rows = token_ids, positions, kv_rows, prompt_rows
-        return StepLayout(self.requests, spans, self.sampled_slots, *rows, self.partial, self.plain_rows)
+        return StepLayout(self.requests, spans, self.sampled_slots, *rows, self.partial, self.plain_rows, self.mixtures)
 
 
 def lay_out(
     plan: StepPlan, blocks: BlockManager, slots: Mapping[Hashable, int] | None, index_rule: str = "per_request"
 ) -> StepLayout:
-    """Build the layout of ``plan``: prompts, then decode rows without adapter, then decode rows by ascending slot.
+    """Build the layout of ``plan``: prompts, decode rows of mixtures, those without adapter, the others by slot.
 
     ``slots``: ``weights_key`` to slot, for every request of the plan; ``None`` when no adapters are applied.
 
@@ -107,7 +109,13 @@ def lay_out(
     single LoRA segment, and *wrong outputs* for all other adapters. It exists to measure the effect on Figure 11.
     """
 
+    mixtures: dict[tuple[tuple[int, float], ...], int] = {}
+
     def slot_of(request: RequestState) -> int:
+        if slots is not None and request.mixed:
+            pairs = zip(request.mixed, request.adapter.weights, strict=True)
+            mixture = tuple((slots[one.weights_key], weight) for one, weight in pairs)
+            return mixtures.setdefault(mixture, -2 - len(mixtures))
         if slots is None or request.activation is None:
             return -1
         key = request.weights_key
@@ -151,6 +159,5 @@ def lay_out(
         )
         rows = zip(sampled_slots, spans, plain_rows, strict=True)
         sampled_slots = tuple(-1 if plain == span.length else slot for slot, span, plain in rows)
-    return StepLayout(
-        requests, tuple(spans), sampled_slots, token_ids, positions, kv_rows, prompts, partial, plain_rows
-    )
+    rows_of = token_ids, positions, kv_rows, prompts
+    return StepLayout(requests, tuple(spans), sampled_slots, *rows_of, partial, plain_rows, tuple(mixtures))

@@ -2,14 +2,15 @@
 
 import time
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from punica.checks import as_int, clip
+from punica.checks import MOST_MIXED, as_int, check_number, clip
 from punica.scheduling.sampling_params import SamplingParams, as_sampling_params
 
 FinishReason = Literal["stop", "length", "aborted", "failed"]
+_MOST_WEIGHT = 3e38
 
 
 class RequestStatus(Enum):
@@ -22,6 +23,27 @@ class RequestStatus(Enum):
     ABORTED = "aborted"
 
 
+class Mixture(NamedTuple):
+    """Several adapters of one request, each with a weight: ``sum_i w_i s_i B_i A_i x``, terms in this order."""
+
+    adapters: tuple[Any, ...]
+    weights: tuple[float, ...]
+
+    @classmethod
+    def of(cls, name: str, given: Mapping[Any, float]) -> "Mixture":
+        """TypeError, ValueError: none, more than `MOST_MIXED`, or a weight that is no finite float32."""
+        if not 1 <= len(given) <= MOST_MIXED:
+            raise ValueError(f"{name} mixes {len(given)} adapters; give 1 to {MOST_MIXED}, each with its weight")
+        weights = [check_number(f"the weight of {clip(one)} in {name}", weight) for one, weight in given.items()]
+        if max(map(abs, weights)) > _MOST_WEIGHT:
+            raise ValueError(f"{name} has weights {weights}; they must be at most {_MOST_WEIGHT}, as they are float32")
+        return cls(tuple(given), tuple(weights))
+
+    @property
+    def lora_name(self) -> str:
+        return " + ".join(f"{weight:g} {one.lora_name}" for one, weight in zip(*self, strict=True))
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """A prompt to continue with one adapter; immutable, so that several engines can share it.
@@ -30,7 +52,8 @@ class Request:
         request_id: non-empty name, unique among the unfinished requests of an engine.
         prompt_token_ids: at least one token id; kept as a tuple of ints.
         params: choice of tokens and end of generation; an integer is greedy decoding of so many tokens.
-        adapter: adapter to apply, a :class:`punica.adapters.LoRARequest`; ``None`` is the plain backbone.
+        adapter: adapter to apply, a :class:`punica.adapters.LoRARequest`; ``{adapter: weight}`` a `Mixture`; ``None``
+            is the plain backbone.
         cache_salt: requests share cached prefixes only with those of an equal salt, e.g. one per tenant.
 
     Raises TypeError (wrong types) or ValueError (empty id or prompt, negative token, fewer than one new token).
@@ -52,6 +75,10 @@ class Request:
             raise TypeError(f"cache_salt of request {name} must be a str, got {type(self.cache_salt).__name__}")
         object.__setattr__(self, "prompt_token_ids", _token_ids(name, self.prompt_token_ids))
         object.__setattr__(self, "params", as_sampling_params(self.params))
+        if isinstance(self.adapter, Mapping):
+            object.__setattr__(self, "adapter", Mixture.of(f"adapter of request {name}", self.adapter))
+        if isinstance(self.adapter, Mixture) and self.adapter.weights == (1,):
+            object.__setattr__(self, "adapter", self.adapter.adapters[0])
 
     @property
     def max_new_tokens(self) -> int:
@@ -59,7 +86,7 @@ class Request:
 
     @property
     def adapter_id(self) -> int:
-        return 0 if self.adapter is None else int(self.adapter.lora_int_id)
+        return 0 if self.adapter is None or isinstance(self.adapter, Mixture) else int(self.adapter.lora_int_id)
 
     @property
     def final_kv_length(self) -> int:
@@ -94,6 +121,7 @@ class RequestState:
         weights: the version of its adapter (``punica.adapters.LoadedAdapter``) that it started with, and keeps;
             ``None`` before it has joined.
         reloads: it waits to load a new version of its adapter.
+        mixed: one state for each adapter of its mixture, to hold the weights; empty without.
         arrival_s, first_token_s, last_token_s: seconds on the clock of ``time.perf_counter``.
     """
 
@@ -118,17 +146,30 @@ class RequestState:
         self.activation: int | None = 0
         self.prefix_key: Any = None
         self.weights: Any = None
+        self.mixed: tuple[RequestState, ...] = ()
+        if isinstance(self.adapter, Mixture):
+            parts = [replace(request, request_id=f"{self.request_id}\0{i}", adapter=one)
+                     for i, one in enumerate(self.adapter.adapters)]  # fmt: skip
+            self.mixed = tuple(RequestState(part) for part in parts)
         self.arrival_s = time.perf_counter()
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
 
     @property
     def weights_key(self) -> Hashable:
-        """Identity of the adapter weights it needs: two requests share a slot if theirs are equal; 0 for none."""
+        """Identity of the adapter weights it needs: two requests share a slot if theirs are equal; 0 for none, a tuple
+        for a mixture.
+        """
+        if self.mixed:
+            return tuple(part.weights_key for part in self.mixed)
         if self.weights is None:
             return self if self.reloads else self.adapter_id
         key: Hashable = self.weights.key
         return key
+
+    @property
+    def adapter_ids(self) -> set[int]:
+        return {part.adapter_id for part in self.mixed or (self,)}
 
     @property
     def token_ids(self) -> list[int]:

@@ -6,7 +6,7 @@ blocks for each request and, with LoRA, adapter slots.
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from punica.scheduling.admission import AdmissionRule, IsResident
@@ -142,7 +142,7 @@ class Scheduler:
     def has_slots_beside(self, num_ending: int, pinned: Collection[int]) -> bool:
         """Check that those who may join have slots while ``num_ending`` running requests still have theirs."""
         joining = itertools.islice(self.waiting, self.max_batch_size - len(self.running) + num_ending)
-        adapters = {request.weights_key for request in (*self.running, *joining)} - {0}
+        adapters = _slots_of(request.weights_key for request in (*self.running, *joining))
         return self.max_adapters is None or len(adapters.union(pinned)) <= self.max_adapters
 
     def can_grow(self) -> bool:
@@ -184,9 +184,12 @@ class Scheduler:
 
         A new version of an adapter replaces the previous one in its slot, unless a running request uses that one.
         """
-        in_use = {request.weights_key for request in (*self.running, *self.leaving)}
-        replaces = candidate.weights is None and candidate.adapter_id not in in_use
-        adapters = {*in_use, candidate.adapter_id if replaces else candidate.weights_key} - {0}
+        in_use = _slots_of(request.weights_key for request in (*self.running, *self.leaving))
+        wanted = {
+            one.adapter_id if one.weights is None and one.adapter_id not in in_use else one.weights_key
+            for one in candidate.mixed or (candidate,)
+        }
+        adapters = in_use | (wanted - {0})
         return self.max_adapters is None or len(adapters.union(pinned)) <= self.max_adapters
 
     def _drop(self, request: RequestState) -> None:
@@ -215,11 +218,11 @@ class Scheduler:
         if self.max_adapters is None:
             return []
         by_worth = sorted(self.running, key=lambda request: request.status is RequestStatus.FINISHED)
-        in_use = dict.fromkeys(request.weights_key for request in by_worth)
+        in_use = dict.fromkeys(one.weights_key for request in by_worth for one in request.mixed or (request,))
         unpinned = [key for key in in_use if key not in {0, *pinned}]
         leaving = set(unpinned[max(0, self.max_adapters - len(set(pinned))) :])
         preempted: list[RequestState] = []
-        for request in [request for request in reversed(self.running) if request.weights_key in leaving]:
+        for request in [one for one in reversed(self.running) if not leaving.isdisjoint(_slots_of([one.weights_key]))]:
             if request.status is RequestStatus.FINISHED:
                 self._release(request)
             else:
@@ -299,3 +302,10 @@ class Scheduler:
         spare = len(self.running) + 1 if self.running and not self.rule.inseparable else 0
         needed = self.blocks.blocks_for(self._tokens_to_reserve(candidate)) - self.blocks.num_owned(hit)
         return needed + spare <= self.blocks.num_free
+
+
+def _slots_of(keys: Iterable[Hashable]) -> set[Hashable]:
+    """Return the keys of single slots among ``weights_key``s: of mixtures those of their adapters, none of the base."""
+    found = set(keys)
+    mixed = [key for key in found if isinstance(key, tuple)]
+    return found.difference(mixed).union(*mixed) - {0}

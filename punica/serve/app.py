@@ -129,7 +129,7 @@ class _App(FastAPI):
 
 def _add_models(routes: APIRouter, generator: Generator, catalogue: Catalogue) -> None:
     def respond(request: Request, body: AnyBody) -> Response:
-        adapter = catalogue.find(body.model, _key(request))
+        adapter = catalogue.served(body, _key(request))
         check_supported(body)
         return GenerationResponse(generator, body, adapter)
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from punica.adapters import LoRARequest
 from punica.checks import clip
+from punica.scheduling import Mixture
 from punica.serve.access import Keys, allowed_folder
 from punica.serve.backend import Backend
 from punica.serve.errors import ApiError
-from punica.serve.protocol import LoadAdapter
+from punica.serve.protocol import AnyBody, LoadAdapter
 
 MOST_ADAPTERS = 65_536
 """Adapters that have a name at once; further ones are refused."""
@@ -40,6 +41,20 @@ class Catalogue:
                 "model", "model_not_found",
             )  # fmt: skip
         return self._adapters.get(name)
+
+    def served(self, body: AnyBody, key: str | None) -> LoRARequest | Mixture | None:
+        """Return what a body asks for. ApiError as :meth:`find`; 400 for a mixture that is refused."""
+        adapter = self.find(body.model, key)
+        if body.adapters is None:
+            return adapter
+        found = {self.find(name, key): weight for name, weight in body.adapters.items()}
+        if adapter is not None or None in found:
+            text = f"adapters are mixed on the base model: send model={self.base!r}, and adapters' names with weights"
+            raise ApiError(400, text, "adapters")
+        try:
+            return Mixture.of("adapters", found)
+        except (TypeError, ValueError) as error:
+            raise ApiError(400, str(error), "adapters") from error
 
     def visible(self, key: str | None) -> list[dict[str, Any]]:
         self.keys.check(key)

@@ -63,7 +63,8 @@ class StreamOptions(Body):
 
 class GenerationBody(BaseModel):
     """Fields that completions and chats share; further ones are checked by :func:`check_supported`. ``user`` and its
-    successors ``safety_identifier`` and ``prompt_cache_key`` change nothing. ``cache_salt`` is vLLM's.
+    successors ``safety_identifier`` and ``prompt_cache_key`` change nothing. ``cache_salt`` is vLLM's. ``adapters`` is
+    this server's, a mixture on the base model: weights by adapters' names.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -81,6 +82,7 @@ class GenerationBody(BaseModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    adapters: dict[Name, float] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None

@@ -17,12 +17,14 @@ from punica.adapters.request import LOAD_ERROR
 from punica.checks import clip
 from punica.engine import Request, as_sampling_params
 from punica.engine.text import TextCodec, ending_at, growing_text
+from punica.scheduling import Mixture
 from punica.serve.backend import Backend, Call
 from punica.serve.errors import RETRY_AFTER, ApiError, refused
 from punica.serve.forms import ChatForm, ChoiceStrings, CompletionForm, TextEvents, TokenStrings, event, usage
 from punica.serve.protocol import AnyBody, ChatBody, params_of, room_for
 from punica.serve.stepper import Piece
 
+Adapter = LoRARequest | Mixture | None
 _log = logging.getLogger(__name__)
 _ENGINE_NAMES = {name: name for name in ("stop_token_ids", "logit_bias", "bad_words", "prompt")}
 Prompt = tuple[tuple[int, ...], tuple[int, ...]]
@@ -53,9 +55,9 @@ class Generator:
         finally:
             self._taken -= count
 
-    async def encode(self, body: AnyBody, adapter: LoRARequest | None) -> list[Prompt]:
+    async def encode(self, body: AnyBody, adapter: Adapter) -> list[Prompt]:
         """Encode all prompts. ApiError 400: the tokenizer or its chat template refuses one."""
-        folder = None if adapter is None else adapter.absolute_path
+        folder = adapter.absolute_path if isinstance(adapter, LoRARequest) else None
         arguments = body.chat_template_kwargs if isinstance(body, ChatBody) else None
 
         def encode() -> list[Prompt]:
@@ -71,7 +73,7 @@ class Generator:
         except Exception as error:  # whatever a tokenizer raises
             raise ApiError(400, _told(error, adapter), body.prompt_name) from error
 
-    async def submit(self, call: Call, adapter: LoRARequest | None) -> None:
+    async def submit(self, call: Call, adapter: Adapter) -> None:
         """Queue the requests of a call. ApiError: refused."""
         try:
             await self.backend.submit(call)
@@ -84,7 +86,7 @@ class Generator:
 class GenerationResponse(Response):
     """Answer to one completion or chat; aborted in the engine when its client disconnects."""
 
-    def __init__(self, generator: Generator, body: AnyBody, adapter: LoRARequest | None) -> None:
+    def __init__(self, generator: Generator, body: AnyBody, adapter: Adapter) -> None:
         self.background = None
         self._generator, self._body, self._adapter = generator, body, adapter
         form = self._form = ChatForm() if isinstance(body, ChatBody) else CompletionForm()
@@ -202,7 +204,7 @@ class GenerationResponse(Response):
         return self._form.logprobs(strings[piece.index].add(piece.logprobs), self._body.num_logprobs or 0)
 
 
-def _reason(piece: Piece, adapter: LoRARequest | None) -> str | None:
+def _reason(piece: Piece, adapter: Adapter) -> str | None:
     """Return OpenAI's finish reason. ApiError 500 for a request that failed, e.g. for a damaged adapter."""
     if piece.result is None:
         return None
@@ -211,13 +213,15 @@ def _reason(piece: Piece, adapter: LoRARequest | None) -> str | None:
     return piece.result.finish_reason
 
 
-def _told(error: object, adapter: LoRARequest | None) -> str:
+def _told(error: object, adapter: Adapter) -> str:
     """Return an error's text for a client, to whom the place of the adapter's folder is not told."""
     text = str(error)
-    if adapter is None or not (LOAD_ERROR in text or (adapter.tensors is None and adapter.absolute_path in text)):
+    parts = adapter.adapters if isinstance(adapter, Mixture) else [] if adapter is None else [adapter]
+    if not any(LOAD_ERROR in text or (one.tensors is None and one.absolute_path in text) for one in parts):
         return text
     _log.warning("an adapter cannot be served: %s", text)
-    return f"the files of adapter {clip(adapter.lora_name)} cannot be served as they are now; load it again"
+    name = clip(getattr(adapter, "lora_name", None))
+    return f"the files of adapter {name} cannot be served as they are now; load it again"
 
 
 async def _disconnected(receive: Receive) -> None:

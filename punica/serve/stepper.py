@@ -172,7 +172,7 @@ class Stepper(ABC):
                 continue
             with suppress(ValueError):  # it failed in a step that raised: the engine has let it go
                 self._notes.append(methodcaller("note_result", Outcome.of(self.engine.abort_request(request_id))))
-            self._remove_retired({request.state.adapter_id})
+            self._remove_retired(request.state.adapter_ids)
         if not self._unfinished:
             self._notes.append(methodcaller("note_idle"))
 
@@ -243,7 +243,7 @@ class Stepper(ABC):
             self._pieces.append((request.call, request.piece(result)))
             if result is not None:
                 del self._unfinished[request_id]
-                left.add(request.state.adapter_id)
+                left |= request.state.adapter_ids
                 self._notes.append(methodcaller("note_result", result))
         self._note_step(output)
         self._remove_retired(left)
@@ -260,7 +260,7 @@ class Stepper(ABC):
     def _remove_retired(self, adapter_ids: set[int]) -> None:
         leaving = adapter_ids & self._retired
         if leaving:
-            for adapter_id in leaving - {request.state.adapter_id for request in self._unfinished.values()}:
+            for adapter_id in leaving.difference(*(one.state.adapter_ids for one in self._unfinished.values())):
                 self.remove_adapter(adapter_id)
 
     def _flush(self, order: int | None = None, value: Any = None, error: Exception | None = None) -> None:

@@ -73,6 +73,7 @@ def test_doubts(init, others, message):
     [
         pytest.param({"r": None}, ValueError, "'r'", id="no r"),
         pytest.param({"r": None, "peft_type": "PeftType.IA3"}, ValueError, "'IA3', only 'LORA'.*lacks", id="IA3"),
+        pytest.param({"r": None, "peft_type": "XLORA"}, ValueError, "'XLORA', whose router.*mixture", id="XLORA"),
         pytest.param({"lora_alpha": None, "target_modules": None}, ValueError, "alpha.*target_mod", id="two missing"),
         pytest.param({"target_modules": []}, ValueError, "target_modules", id="no targets"),
         pytest.param({"target_modules": 5}, TypeError, "target_modules must be a str or a list.*5", id="targets int"),

@@ -216,3 +216,12 @@ def test_batch_invariant_logits_are_the_same_bits_with_chunks_and_cached_prefixe
         alone, *others = ([row for (name, _), row in each.items() if name == str(wish)][-6:] for each in found)
         equal = [[row.equal(other) for row, other in zip(alone, each, strict=True)] for each in others]
         assert equal == [[True] * 6] * 3
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_mixtures_have_the_tokens_of_the_cpu(backbone, graphs) -> None:
+    one = backbone.adapters
+    mixtures = [{one[1]: 0.7, one[4]: 0.3}, one[2], {one[2]: -0.5, one[1]: 1.5, one[6]: 0.25}, None, {one[3]: 0.5}]
+    prompts = [list(range(3 + i, 40 - 7 * i)) for i in range(5)]
+    wanted = tokens_of(backbone.engine().generate(prompts, mixtures, 8))
+    assert tokens_of(engine_on_gpu(backbone, cuda_graphs=graphs).generate(prompts, mixtures, 8)) == wanted

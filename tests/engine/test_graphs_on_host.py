@@ -198,3 +198,14 @@ def test_rows_are_padded_little(sizes_of, most, least, part) -> None:
         padding = min(size for size in sizes if size >= rows) - rows
         assert padding < (max(1, min(rows, least)) if part == 1 else max(least, rows / part))
     assert len(sizes) < 40
+
+
+def test_mixtures_have_graphs_of_their_own_padded_to_powers_of_two(engine, backbone) -> None:
+    graphs, adapters = engine.runner.graphs, backbone.adapters
+    wishes = [([3, 1], {adapters[1]: 0.5, adapters[2]: 0.25, adapters[4]: 1.0}), ([4, 1], None)]
+    states = [engine.add_request(Request(f"m{i}", prompt, 4, wish)) for i, (prompt, wish) in enumerate(wishes)]
+    finish(engine)
+    assert [shape.mixed for shape in graphs.replayed] == [4, 4, 4, 4, 0]
+    plain = backbone.engine(cuda_graphs=False).generate(*map(list, zip(*wishes, strict=True)), 4)
+    assert [state.output_token_ids for state in states] == [result.token_ids for result in plain]
+    serve(engine, backbone)

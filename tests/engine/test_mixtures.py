@@ -1,0 +1,178 @@
+"""Mixtures in the engine: tokens and log-probabilities of PEFT's `add_weighted_adapter` ("cat") in float32."""
+
+import json
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from punica.adapters import LoRARequest
+from punica.checks import MOST_MIXED
+from punica.engine import Engine, Request
+from punica.engine.runner import ModelRunner
+from punica.scheduling import SamplingParams
+from tests.world import adapter_of_the_ends
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+PROMPT = tuple(range(100, 137))
+TWO, THREE, ONE = {1: 0.7, 4: 0.3}, {2: -0.5, 1: 1.5, 6: 0.25}, {3: 0.5}
+WISHES = [(PROMPT, TWO), (PROMPT[:9], {1: 1.0}), (PROMPT[:5], THREE), (PROMPT[:1], {}), (PROMPT, ONE), (PROMPT, {4: 1})]
+
+
+def backbone_model(backbone) -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM.from_pretrained(backbone.folder).eval()
+
+
+class Oracle:
+    """PEFT's generation with weighted adapters, each mixture merged into one by concatenated ranks."""
+
+    def __init__(self, backbone) -> None:
+        base = backbone_model(backbone)
+        self.adapters = backbone.adapters
+        self._model = peft.PeftModel.from_pretrained(base, self.adapters[1].lora_path, "1").eval()
+        for number in (2, 3, 4, 6):
+            self._model.load_adapter(self.adapters[number].lora_path, str(number))
+
+    def generate(self, prompt: tuple[int, ...], weights: dict[int, float], new: int, how: str = "cat") -> tuple:
+        name = how + "".join(f"_{one}_{weight:g}".replace(".", "p") for one, weight in weights.items())
+        options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        with torch.inference_mode():
+            if weights:
+                numbers = list(map(str, weights))
+                self._model.add_weighted_adapter(numbers, list(weights.values()), name, combination_type=how)
+                self._model.set_adapter(name)
+            model = self._model if weights else self._model.get_base_model()
+            with self._model.disable_adapter() if not weights else torch.no_grad():
+                made = model.generate(
+                    input_ids=torch.tensor([prompt]), output_logits=True, return_dict_in_generate=True, **options
+                )
+        tokens = made.sequences[0, len(prompt) :].tolist()
+        rows = [row[0].log_softmax(-1) for row in made.logits]
+        return tokens, [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def oracle(backbone) -> Oracle:
+    return Oracle(backbone)
+
+
+@pytest.fixture(scope="module")
+def expected(oracle) -> list[tuple]:
+    return [oracle.generate(*wish, 6) for wish in WISHES]
+
+
+def request_of(oracle: Oracle, name: str, prompt: tuple[int, ...], weights: dict[int, float]) -> Request:
+    adapters = {oracle.adapters[number]: weight for number, weight in weights.items()}
+    return Request(name, prompt, SamplingParams(6, logprobs=0), adapters or None)
+
+
+def serve(oracle: Oracle, engine: Engine, expected: list[tuple], wishes=WISHES) -> list:
+    states = [engine.add_request(request_of(oracle, str(i), *wish)) for i, wish in enumerate(wishes)]
+    while engine.has_unfinished():
+        engine.step()
+    for state, (tokens, logprobs) in zip(states, expected, strict=True):
+        assert (state.error, state.output_token_ids) == (None, tokens)
+        found = [one[token] for one, token in zip(state.logprobs, tokens, strict=True)]
+        assert found == pytest.approx(logprobs, abs=2e-4)
+    return states
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("slots", [3, 8])
+def test_tokens_are_those_of_merged_adapters_beside_plain_requests(
+    backbone, oracle, expected, monkeypatch, slots, ahead
+) -> None:
+    """Three slots: mixtures wait for all their adapters together, and evict others'."""
+    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
+    engine = backbone.engine(max_loras=slots)
+    serve(oracle, engine, expected)
+    assert not engine.manager._held, "no version is held by a request that has ended"
+
+
+def test_one_adapter_is_also_pefts_linear_combination(backbone, oracle) -> None:
+    """Of several, "linear" merges A and B each, with cross terms: another model, which is not served."""
+    wishes = [(PROMPT, ONE), (PROMPT[:4], {1: 0.25})]
+    serve(oracle, backbone.engine(), [oracle.generate(*wish, 6, "linear") for wish in wishes], wishes)
+
+
+def test_prefixes_are_shared_by_equal_contents_and_weights_alone(backbone, oracle) -> None:
+    engine = backbone.engine(prefix_cache=True, block_size=4)
+    found = []
+    for weights in (TWO, {1: 0.3, 4: 0.7}, {1: 1}, TWO):
+        state = serve(oracle, engine, [oracle.generate(PROMPT, weights, 6)], [(PROMPT, weights)])[0]
+        found.append(state.hit)
+    assert found == [0, 0, 0, 36]
+
+
+def test_a_preempted_mixture_continues_and_an_aborted_one_frees_its_adapters(backbone, oracle, expected) -> None:
+    engine = backbone.engine(max_loras=3)
+    states = [engine.add_request(request_of(oracle, str(i), *wish)) for i, wish in enumerate(WISHES[:3])]
+    engine.step()
+    engine.forget_next()
+    engine.scheduler.preempt(states[0])
+    for number in (2, 3, 6):  # others take the slots meanwhile
+        engine.manager.add_adapter(oracle.adapters[number])
+    engine.step()
+    engine.abort_request("2")
+    for number in (3, 6):  # two adapters more than the mixture leaves room for
+        engine.manager.add_adapter(oracle.adapters[number])
+        engine.manager.pin_adapter(number)
+    while engine.has_unfinished():
+        engine.step()
+    assert states[1].output_token_ids == expected[1][0]
+    assert "no slot for adapters [1, 4]" in states[0].error
+    engine.manager.unpin_adapter(3)
+    engine.manager.unpin_adapter(6)
+    serve(oracle, engine, expected)
+    assert not engine.manager._held
+    assert not engine._residency._users
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({}, ValueError, "mixes 0 adapters"),
+        ({1: float("nan")}, ValueError, "finite"),
+        ({1: 1e39}, ValueError, "float32"),
+        ({1: True}, TypeError, "number"),
+        ({1: "0.5"}, TypeError, "number"),
+        (dict.fromkeys(range(MOST_MIXED + 1), 0.1), ValueError, f"1 to {MOST_MIXED}"),
+        ({1: 0.5, 2: 0.5, 4: 1}, ValueError, "2 slots"),
+        ({1: 0.5, 1001: 0.5}, ValueError, "distinct"),
+        ({1: 0.5, 999: 0.5}, FileNotFoundError, "nowhere"),
+        ({1: 0.5, 0: 0.5}, TypeError, "LoRARequest"),
+    ],
+)
+def test_refused_before_anything_changes(backbone, given, error, message) -> None:
+    engine = backbone.engine(max_loras=2)
+    known = {**backbone.adapters, 999: LoRARequest("lost", 999, "/nowhere"), 0: "name"}
+    known[1001] = LoRARequest("twin", 1, backbone.adapters[2].lora_path)
+    with pytest.raises(error, match=message):
+        engine.add_request(Request("a", PROMPT, 3, {known.get(one, one): weight for one, weight in given.items()}))
+    assert not any((engine.has_unfinished(), engine._residency._users, engine.manager.list_adapters()))
+
+
+def test_head_is_mixed_embedding_is_refused_alone(backbone, oracle, expected, tmp_path) -> None:
+    ends, _ = adapter_of_the_ends(backbone, tmp_path / "ends")
+    settings, tensors = tmp_path / "ends/adapter_config.json", tmp_path / "ends/adapter_model.safetensors"
+    engine = backbone.engine()
+    state = engine.add_request(Request("a", PROMPT, 3, {ends: 0.5, backbone.adapters[1]: 1}))
+    serve(oracle, engine, expected)
+    assert "embed_tokens" in state.error
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"target_modules": ["lm_head"]}))
+    save_file({name: one for name, one in load_file(tensors).items() if "lm_head" in name}, tensors)
+    head = LoRARequest("head", 10, str(tmp_path / "ends"))
+    (found,) = engine.generate([PROMPT], {head: 0.5, backbone.adapters[1]: 0.7}, SamplingParams(4, logprobs=0))
+    model = peft.PeftModel.from_pretrained(backbone_model(backbone), head.lora_path, "a")
+    model.load_adapter(backbone.adapters[1].lora_path, "b")
+    model.add_weighted_adapter(["a", "b"], [0.5, 0.7], "c", combination_type="cat")
+    model.set_adapter("c")
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[*PROMPT, *found.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
+    assert found.token_ids == logits.argmax(-1).tolist()
+    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
+    assert [one[token] for one, token in zip(found.logprobs, found.token_ids, strict=True)] == pytest.approx(
+        logprobs.tolist(), abs=2e-4
+    )
