@@ -313,7 +313,7 @@ def _peft_type_problems(peft_type: object) -> list[str]:
     """Describe a `peft_type` (a str, or PEFT's enum) that is neither LORA nor absent."""
     name = "LORA" if peft_type is None else str(peft_type).rpartition(".")[2]
     if name.upper() == "XLORA":
-        return ["peft_type is 'XLORA', whose router is not served; request its adapters as a mixture with fixed weights"]
+        return ["peft_type is 'XLORA', whose router is not served; request its adapters as a mixture, by weights"]
     return [] if name.upper() == "LORA" else [f"peft_type is {clip(name)}, only 'LORA' is supported"]
 
 

@@ -20,4 +20,12 @@ Modules in the order of a request's path; admission and preemption are policies 
 from punica.engine.config import EngineConfig
 from punica.engine.engine import Engine
 from punica.engine.requests import GenerationChunk, GenerationResult, StepOutput, StepStatistics
-from punica.scheduling import ADMISSION_RULES, Request, RequestState, RequestStatus, SamplingParams, as_sampling_params
+from punica.scheduling import (
+    ADMISSION_RULES,
+    Mixture,
+    Request,
+    RequestState,
+    RequestStatus,
+    SamplingParams,
+    as_sampling_params,
+)

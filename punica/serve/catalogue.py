@@ -9,7 +9,7 @@ from typing import Any
 
 from punica.adapters import LoRARequest
 from punica.checks import clip
-from punica.scheduling import Mixture
+from punica.engine import Mixture
 from punica.serve.access import Keys, allowed_folder
 from punica.serve.backend import Backend
 from punica.serve.errors import ApiError

@@ -15,9 +15,8 @@ from starlette.types import Receive, Scope, Send
 from punica.adapters import LoRARequest
 from punica.adapters.request import LOAD_ERROR
 from punica.checks import clip
-from punica.engine import Request, as_sampling_params
+from punica.engine import Mixture, Request, as_sampling_params
 from punica.engine.text import TextCodec, ending_at, growing_text
-from punica.scheduling import Mixture
 from punica.serve.backend import Backend, Call
 from punica.serve.errors import RETRY_AFTER, ApiError, refused
 from punica.serve.forms import ChatForm, ChoiceStrings, CompletionForm, TextEvents, TokenStrings, event, usage
