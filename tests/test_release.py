@@ -68,7 +68,7 @@ def test_the_archives_hold_the_commit_and_have_their_checksums(checkout: Path) -
     source, docs = sorted(target.glob("*.tar.gz"), key=lambda path: "docs" in path.name)
     sdist, wheel = sorted(target.glob("dist/*"), key=lambda path: path.suffix == ".whl")
     with tarfile.open(sdist) as archive, zipfile.ZipFile(wheel) as packed:
-        kept = {name.partition("/")[2] for name in archive.getnames() if name.endswith((".py", ".json"))}
+        kept = {name.partition("/")[2] for name in archive.getnames() if name.endswith((".py", ".json", ".html"))}
         assert kept - {"setup.py"} == {name for name in packed.namelist() if name.startswith("punica/")}
         (scripts,) = (name for name in packed.namelist() if name.endswith("/entry_points.txt"))
         assert b"punica-serve = punica.serve.cli:main\n" in packed.read(scripts)

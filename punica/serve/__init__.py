@@ -8,7 +8,7 @@
     responses.py   one generation call: admitted, tokenized, streamed or collected, cancelled.
     forms.py       shapes of answers and events, strings and log-probabilities of tokens.
     backend.py     an engine as the API sees it: orders to it, pieces of its answers, and metrics for Prometheus.
-    watch.py       what an engine holds and does, for router_metrics.py: gauges under vLLM's names.
+    watch.py       an engine's steps, for page.html and router_metrics.py (vLLM's names); demo.py: a tiny checkpoint.
     stepper.py     the engine's side: orders of all calls between two steps, one message after each.
     process.py     an engine in a process of its own.
     runners.py     a cluster of engines on Ray (`punica.cluster`), stepped by a thread.

@@ -3,9 +3,12 @@
 import logging
 import re
 import uuid
+from base64 import b64encode
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from punica import __version__
@@ -42,7 +45,7 @@ class Settings:
         roots: real paths of the folders that ``/v1/load_lora_adapter`` may read; none: it is refused.
         max_queue: most generations that wait beside a full batch; further calls get 429.
         max_body: bytes of a request's body; longer ones get 413.
-        names_in_metrics: ``/metrics`` names adapters, which routers that place requests by adapter need.
+        names_in_metrics, demo: of the command line.
     """
 
     base: str
@@ -52,6 +55,7 @@ class Settings:
     max_queue: int = 1024
     max_body: int = 1 << 20
     names_in_metrics: bool = False
+    demo: bool = False
 
 
 def make_app(backend: Backend, settings: Settings) -> FastAPI:
@@ -64,8 +68,8 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
     codec = backend.facts.codec
     if codec is None:
         raise ValueError("the engine has no tokenizer, so no text to serve; add tokenizer files to the checkpoint")
-    length = backend.facts.max_model_len
-    catalogue = Catalogue(settings.base, settings.adapters, settings.keys, settings.roots, length)
+    models = settings.base, settings.adapters, settings.keys, settings.roots
+    catalogue = Catalogue(*models, backend.facts.max_model_len)
     generator = Generator(backend, codec, backend.facts.num_places + settings.max_queue)
 
     @asynccontextmanager
@@ -88,6 +92,7 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
     _add_models(served, generator, catalogue)
     app.include_router(served)
     _add_operations(app, backend, RouterMetrics(backend.metrics.registry, settings.base, settings.names_in_metrics))
+    _add_page(app, backend, catalogue, settings.demo)
     return app
 
 
@@ -180,6 +185,29 @@ def _add_operations(app: FastAPI, backend: Backend, routers: RouterMetrics) -> N
     async def exposition() -> Response:
         routers.view = await backend.look(with_steps=False)
         return Response(backend.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_page(app: FastAPI, backend: Backend, catalogue: Catalogue, demo: bool) -> None:
+    page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+    policy = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
+    for tag in ("script", "style"):
+        code = page.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
+        policy += f"; {tag}-src 'sha256-{b64encode(sha256(code.encode()).digest()).decode()}'"
+    headers = {"Content-Security-Policy": f"{policy}; frame-ancestors 'none'", "Cache-Control": "no-cache"}
+
+    @app.head("/", include_in_schema=False)
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return HTMLResponse(page, headers=headers)
+
+    @app.get("/steps")
+    async def steps(request: Request) -> Response:
+        """Return the last steps, and what the engine holds, with the names of those models that the key opens."""
+        catalogue.keys.check(_key(request))
+        view, opens = await backend.look(with_steps=True), partial(catalogue.keys.opens, _key(request))
+        names = {number: name for number, name in view.get("names", {}).items() if opens(name)}
+        shown = {"names": names, "model": catalogue.base if opens(catalogue.base) else None, "demo": demo}
+        return JSONResponse(view | shown, headers={"Cache-Control": "no-store"})
 
 
 def _add_errors(app: FastAPI, metrics: Metrics) -> None:

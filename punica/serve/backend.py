@@ -26,9 +26,7 @@ from punica.serve.stepper import EngineFacts, EngineStepper, Message, Order, Out
 
 _NUMBERS = itertools.count()
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
-LOOK_S = 0.5
-"""Longest wait for a view of the engine, which it gives between two steps."""
-_FRESH_S = 0.05  # age at which a view is not given to further callers: bounds the orders, whatever their number
+LOOK_S = 0.5  # longest wait for a view of the engine, which it gives between two steps
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -149,7 +147,7 @@ class Backend(ABC):
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[Any]] = {}  # by number of the order
         self._calls: dict[int, Call] = {}  # by their numbers: those that have not ended
-        self._looks: dict[bool, tuple[float, asyncio.Future[dict[str, Any]]]] = {}
+        self._looks: dict[bool, asyncio.Future[dict[str, Any]]] = {}  # the latest of each kind
         self._views: dict[bool, dict[str, Any]] = {}
         self._health = "ok"
         self._end_reason = ""  # once it has ended
@@ -198,13 +196,12 @@ class Backend(ABC):
         await self.order(Stepper.retire, adapter_id)
 
     async def look(self, with_steps: bool) -> dict[str, Any]:
-        """Return `Watch.view`; the last one where a step takes longer than `LOOK_S`, an empty one after the end."""
-        began, look = self._looks.get(with_steps, (0.0, None))
+        """Return `Watch.view`; the one before where a step takes longer than `LOOK_S`, an empty one after the end."""
         if self._end_reason:
             return {}
-        if look is None or (look.done() and self._loop.time() > began + _FRESH_S):
-            look = self.order(methodcaller("view", with_steps))
-            self._looks[with_steps] = self._loop.time(), look
+        look = self._looks.get(with_steps)
+        if look is None or look.done():
+            look = self._looks[with_steps] = self.order(methodcaller("view", with_steps))
         with suppress(TimeoutError, ApiError):
             self._views[with_steps] = await asyncio.wait_for(asyncio.shield(look), LOOK_S)
         return self._views.get(with_steps, {})

@@ -62,10 +62,8 @@ class Catalogue:
 
     def describe(self, name: str) -> dict[str, Any]:
         parent = None if name == self.base else self.base
-        return {
-            "id": name, "object": "model", "created": self._created, "owned_by": "punica", "parent": parent,
-            "max_model_len": self._max_model_len,
-        }  # fmt: skip
+        sizes = {"parent": parent, "max_model_len": self._max_model_len}
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "punica", **sizes}
 
     async def load(self, body: LoadAdapter, key: str | None, backend: Backend) -> None:
         """Serve an adapter under a name, as it is in its folder now. ApiError: key, folder, name or adapter refused."""

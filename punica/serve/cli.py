@@ -1,12 +1,14 @@
 """Command line of ``python -m punica.serve``: its arguments, checked at once, without torch."""
 
 import math
+import signal
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from punica import __version__
@@ -54,7 +56,8 @@ def parser() -> ArgumentParser:
     )  # fmt: skip
     add = made.add_argument
     several: dict[str, Any] = {"action": "append", "default": []}
-    add("checkpoint", help="folder that transformers wrote")
+    add("checkpoint", nargs="?", help="folder that transformers wrote")
+    add("--demo", action="store_true", help="a tiny model of random weights with three adapters, as checkpoint")
     add("--version", action="version", version=f"punica {__version__}")
     add("--adapter", type=pair, **several, metavar="NAME=FOLDER", help="repeatable")
     add("--host", default="127.0.0.1")
@@ -101,15 +104,27 @@ def parse(arguments: Sequence[str] | None = None) -> Namespace:
     made = parser()
     try:
         options = made.parse_args(arguments)
+        _check_source(options)
         _check_names(options)
         _check_ray(options)
-        if options.ray_address is None:  # other machines have other disks
+        if options.ray_address is None and not options.demo:  # other machines have other disks
             _check_folders(options)
         options.keys = Keys(options.api_key, dict(options.adapter_key))
         options.roots, options.sizes = allowed_roots(options.allow_folder), _sizes(options)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         made.error(str(error))
     return options
+
+
+def _check_source(options: Namespace) -> None:
+    """Set the folders of ``--demo``, which end with this process. ValueError: no checkpoint, or two."""
+    if options.demo == (options.checkpoint is not None) or (options.demo and options.adapter):
+        raise ValueError("pass a checkpoint's folder, or --demo without a checkpoint and adapters of yours")
+    if options.demo:
+        options.home = TemporaryDirectory(prefix="punica-demo-")
+        options.checkpoint = f"{options.home.name}/random-weights"
+        options.adapter = [(name, f"{options.home.name}/{name}") for name in ("poet", "lawyer", "cook")]
+        options.max_batch_size, options.max_model_len = options.max_batch_size or 8, options.max_model_len or 512
 
 
 def _check_names(options: Namespace) -> None:
@@ -180,6 +195,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         raise SystemExit(str(error)) from None
     print(f"punica {__version__} loads {options.checkpoint}", file=sys.stderr, flush=True)
+    if options.demo:
+        from punica.serve.demo import write_demo
+
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # else the folders would stay
+        write_demo(options.checkpoint, options.adapter)
+        print(f"look at http://{options.host}:{sockets[0].getsockname()[1]}/#send", file=sys.stderr, flush=True)
     from punica.serve.launch import serve
 
     serve(options, sockets)

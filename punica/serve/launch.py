@@ -28,13 +28,9 @@ from punica.threads import limit_threads
 
 
 def settings_of(options: Namespace) -> Settings:
-    adapters = [
-        LoRARequest(name, number, folder) for number, (name, folder) in enumerate(options.adapter, start=1)
-    ]
-    limits = options.max_queue, options.max_body
-    return Settings(
-        options.base, adapters, options.keys, options.roots, *limits, names_in_metrics=options.metrics_adapter_names
-    )
+    adapters = [LoRARequest(name, number, folder) for number, (name, folder) in enumerate(options.adapter, start=1)]
+    others = options.max_queue, options.max_body, options.metrics_adapter_names, options.demo
+    return Settings(options.base, adapters, options.keys, options.roots, *others)
 
 
 def build_of(options: Namespace, settings: Settings) -> Callable[[], Engine]:

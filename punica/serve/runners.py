@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from operator import methodcaller
-from typing import Any, cast
+from typing import cast
 
 from punica.adapters import LoRARequest
 from punica.cluster import ray_runners
@@ -81,6 +81,7 @@ class RunnersStepper(Stepper):
             cluster.codec, cluster.defaults, cluster.max_model_len, self.num_wanted * each.max_batch_size, each.has_lora
         )  # fmt: skip
         self._num_evicted = cluster.num_evicted
+        self.view = lambda _: {"num_running": sum(cluster.working_sets.values()), "num_waiting": cluster.num_queued}
         self._loaded: dict[int, LoRARequest] = {}  # by id: those in the cluster's store
 
     @property
@@ -118,9 +119,6 @@ class RunnersStepper(Stepper):
         adapter = self._loaded.pop(adapter_id, None)
         if adapter is not None:
             self.engine.drop_adapter(adapter)
-
-    def view(self, with_steps: bool) -> dict[str, Any]:
-        return {"num_running": sum(self.engine.working_sets.values()), "num_waiting": self.engine.num_queued}
 
     def _has_work(self) -> bool:
         """Return True while requests or replies are awaited; a cluster whose step raised waits for `_tend`."""

@@ -122,6 +122,7 @@ class Stepper(ABC):
     idle_s: float | None = None  # longest wait for an order at a time
     send: Callable[[Message], None]
     facts: EngineFacts
+    view: Callable[[bool], dict[str, Any]]  # `Watch.view`; of several engines, their numbers of requests
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -144,10 +145,6 @@ class Stepper(ABC):
     @abstractmethod
     def _note_step(self, output: StepOutput) -> None:
         """Count a step in the metrics."""
-
-    @abstractmethod
-    def view(self, with_steps: bool) -> dict[str, Any]:
-        """Return what there is to see, see `Watch.view`; of several engines ``num_running`` and ``num_waiting``."""
 
     def _has_work(self) -> bool:
         return bool(self._unfinished)
@@ -279,7 +276,7 @@ class EngineStepper(Stepper):
         super().__init__(engine)
         self._manager = cast(LoRAModelManager, engine.manager)
         self._readers = FolderReaders(self._manager, digests=engine.config.prefix_cache)
-        self._watch = Watch(engine)
+        self.view = Watch(engine).view
         places, has_lora = engine.config.max_batch_size, engine.manager is not None
         self.facts = EngineFacts(engine.codec, engine.defaults, engine.max_model_len, places, has_lora)
 
@@ -294,9 +291,6 @@ class EngineStepper(Stepper):
     def remove_adapter(self, adapter_id: int) -> None:
         if self.engine.manager is not None:
             self._manager.remove_adapter(adapter_id)
-
-    def view(self, with_steps: bool) -> dict[str, Any]:
-        return self._watch.view(with_steps)
 
     def _note_step(self, output: StepOutput) -> None:
         self._notes.append(methodcaller("note_step", output.statistics, len(self._unfinished)))

@@ -25,12 +25,11 @@ def gauges(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
     return {one.name.removeprefix("vllm:"): [(sample[1], sample[2]) for sample in one.samples] for one in found}
 
 
-@pytest.mark.parametrize("with_names", [False, True])
-def test_a_router_reads_queue_cache_and_residency(world: Any, with_names: bool) -> None:
-    engine = world.engine(2, max_loras=1, max_cpu_loras=3, num_blocks=40)
-    registry = CollectorRegistry()
-    routers = RouterMetrics(registry, "tiny", with_names)
-    assert gauges(generate_latest(registry).decode()) == {}
+@pytest.mark.parametrize("named", [False, True])
+def test_a_router_reads_queue_cache_and_residency(world: Any, named: bool) -> None:
+    engine, registry = world.engine(2, max_loras=1, max_cpu_loras=3, num_blocks=40), CollectorRegistry()
+    arguments = [str(world.checkpoint), "--metrics-adapter-names"][: 1 + named]
+    routers = RouterMetrics(registry, "tiny", settings_of(parse(arguments)).names_in_metrics)
     hostile = replace(world.adapters[2], lora_name=HOSTILE)
     for number, adapter in enumerate((world.adapters[0], world.adapters[1], hostile, None)):
         engine.add_request(Request(str(number), [1] * 20, 4, adapter))
@@ -38,34 +37,24 @@ def test_a_router_reads_queue_cache_and_residency(world: Any, with_names: bool) 
     engine.manager.pin_adapter(1)
     routers.view = Watch(engine).view(False)
     found = gauges(generate_latest(registry).decode())
-    named = {name: found.pop(name) for name in ("lora_adapter_loaded", "lora_requests_info") if name in found}
+    loaded, requests = found.pop("lora_adapter_loaded", []), found.pop("lora_requests_info", [])
     assert found == {
         "num_requests_running": [(ENGINE, 1)], "num_requests_waiting": [(ENGINE, 3)],
-        "kv_cache_usage_perc": [(ENGINE, 2 / 40)],
+        "kv_cache_usage_perc": [(ENGINE, 1 - 38 / 40)],
         "cache_config_info": [({"block_size": "16", "num_gpu_blocks": "40", "engine": "0"}, 1)],
-        "num_gpu_loaded_lora_adapters": [(ENGINE, 1)], "num_cpu_loaded_lora_adapters": [(ENGINE, 2)],
-        "max_gpu_lora_adapters": [(ENGINE, 1)],
+        "num_gpu_loaded_lora_adapters": [(ENGINE, 1)], "max_gpu_lora_adapters": [(ENGINE, 1)],
     }  # fmt: skip
-    if not with_names:
-        assert named == {}
+    if not named:
+        assert loaded == requests == []
         return
     of_first = {**ENGINE, "adapter_name": "tenant-0", "level": "gpu", "pinned": "true", "rank": "1"}
     of_second = {**ENGINE, "adapter_name": "tenant-1", "level": "cpu", "pinned": "false", "rank": "2"}
-    assert sorted(named["lora_adapter_loaded"], key=str) == [(of_first, 1), (of_second, 1)]
-    ((labels, value),) = named["lora_requests_info"]
+    assert sorted(loaded, key=str) == [(of_first, 1), (of_second, 1)]
+    ((labels, value),) = requests
     assert labels == {"max_lora": "1", "running_lora_adapters": "tenant-0", "waiting_lora_adapters": "tenant-1"}
     assert time.time() - 60 < value <= time.time()
 
 
-def test_names_need_their_flag(world: Any) -> None:
-    arguments = [str(world.checkpoint), "--metrics-adapter-names"]
-    assert [settings_of(parse(arguments[:n])).names_in_metrics for n in (1, 2)] == [False, True]
-
-
-def test_an_engine_without_adapters_has_no_gauges_of_them(client: Any, world: Any) -> None:
-    registry = CollectorRegistry()
-    view = {"num_running": 0, "num_waiting": 0, "used_blocks": 0, "num_blocks": 8, "block_size": 16, "names": {}}
-    RouterMetrics(registry, "tiny", True).view = view
-    assert not [name for name in gauges(generate_latest(registry).decode()) if "lora" in name]
+def test_the_server_has_them_and_tells_its_context(client: Any) -> None:
     assert gauges(client.get("/metrics").text)["max_gpu_lora_adapters"] == [(ENGINE, 3)]
     assert {model["max_model_len"] for model in client.get("/v1/models").json()["data"]} == {128}
