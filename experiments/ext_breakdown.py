@@ -140,9 +140,7 @@ def _readings(cfg: Config, point: Point, cases: dict[str, Case]) -> list[Reading
 
 
 def bytes_moved(model: ModelConf, rank: int, shape: StepShape, *, fp8_cache: bool = False) -> int:
-    """Bytes that a step must read: weights without the embedding, cached keys and values (a byte each in an
-    `fp8_cache`), and each adapter once.
-    """
+    """Bytes of a step: weights less the embedding, cached keys and values (one byte in `fp8_cache`), adapters."""
     weights = model.backbone_parameters() - model.vocab_size * model.hidden_size
     cached = shape.decodes * shape.context * model.kv_elements()
     wide = weights + shape.num_adapters * model.lora_parameters(rank)

@@ -97,9 +97,7 @@ class MixtureOfExperts(Experiment):
 
 
 def panel_of(model: str, fp8: str | None, slots: int | None = None) -> str:
-    """Name the panel of a model with adapters in the format `fp8` (None: the model's), in `slots` of them (None:
-    usual).
-    """
+    """Name the panel of a model with adapters in the format `fp8` (None: the model's), in `slots` (None: usual)."""
     parts = (model, fp8 and f"{fp8} adapters", slots and f"{slots} slots")
     return ", ".join(part for part in parts if part)
 

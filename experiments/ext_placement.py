@@ -168,9 +168,7 @@ def _run(point: Point, asked: Trace) -> SimulationResult:
 
 
 def while_full(first_token_s: NDArray[np.float64], tokens: NDArray[np.int64], places: int) -> float:
-    """Tokens per second from the first token that fills the last of ``places`` until nothing waits; with few requests,
-    from half of the first tokens on.
-    """
+    """Tokens per second while ``places`` are full and requests wait; of few, from half of the first tokens on."""
     firsts = np.sort(first_token_s)
     start, end = int(firsts[min(places, len(firsts) // 2)]), int(firsts[-1])
     return float(tokens[start : max(start + 1, end)].mean())

@@ -130,9 +130,7 @@ def adapter_share(model: ModelConf, tp_size: int, fully_sharded: bool) -> float:
 def bytes_ratio(
     model: ModelConf, rank: int, tp_size: int, fully_sharded: bool, requests: float, context: float
 ) -> float:
-    """Bytes of a backbone-only decode step over those with an adapter of `rank` per request, on one rank: what
-    memory-bound throughputs are to one another.
-    """
+    """Bytes of a step without adapters over those of one with an adapter of `rank` per request, on one rank."""
     weights = (model.backbone_parameters() - model.vocab_size * model.hidden_size) / tp_size
     cached = requests * context * model.kv_elements() / min(tp_size, model.num_key_value_heads)
     adapters = requests * model.lora_parameters(rank) * adapter_share(model, tp_size, fully_sharded)

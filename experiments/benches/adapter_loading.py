@@ -117,9 +117,7 @@ class Bench:
                     raise CheckFailed(f"after a load, the rank of slot {self.slot} of {name} is not {self.rank}")
 
     def _parts(self) -> Iterator[tuple[str, Sequence[SlotPart]]]:
-        """Yield module names with the places of A and B, and of their scales in FP8 slots: `...self_attn.k_proj` is the
-        second slice of `qkv_proj`.
-        """
+        """Yield modules with the places of A, B and FP8 scales: `...k_proj` is the second slice of `qkv_proj`."""
         for name, layer in self.manager.modules.items():
             parent, _, last = name.rpartition(".")
             names = LlamaForCausalLM.packed_modules_mapping.get(last, [last])

@@ -43,9 +43,7 @@ def turns(cases: int, in_a_row: int, protocol: Protocol) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class StepShape:
-    """`decodes` requests of `context` tokens, this one included; a prompt of `prompt` (0: none); its adapter comes
-    first.
-    """
+    """`decodes` requests of `context` tokens with this one; a prompt of `prompt` (0: none); its adapter is first."""
 
     decodes: int
     context: int

@@ -119,9 +119,7 @@ class MoEBench:
             _fill_slots(layer, registered)
 
     def checked_calls(self, slots: Sequence[int]) -> dict[str, list[Call]]:
-        """System -> calls, one per layer where a layer is timed; checked against the reference, and rows against rows
-        alone.
-        """
+        """System -> calls, per layer where one is timed; checked against the reference, and rows against rows alone."""
         rows, first = len(slots), self.layers[0]
         self._begin([slot + 1 for slot in slots])
         generator = torch.Generator().manual_seed(rows)

@@ -57,9 +57,7 @@ def parts_of(cache: KVCache) -> list[Tensor]:
 
 @dataclass
 class Route:
-    """Way from `source` to `target` through memories `between`: the first on the source's device, the last on the
-    target's.
-    """
+    """Way from `source` to `target` through memories `between`: the first here, the last on the target's device."""
 
     source: Blocks
     target: Blocks
@@ -92,9 +90,7 @@ class Migration:
         check_recomputed(self.steps.engine)
 
     def measured(self, context: int, systems: Sequence[str], protocol: Protocol) -> Moves:
-        """Time each of `systems` for a request of `context` tokens, and decode steps, in turns; `CheckFailed` for a bad
-        copy.
-        """
+        """Time each of `systems` for a request of `context` tokens, and decode steps; `CheckFailed` for a bad copy."""
         routes = {name: self.route(name, context) for name in systems if name != RECOMPUTE}
         for name, route in routes.items():
             check_moved(route, name)

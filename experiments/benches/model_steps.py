@@ -209,9 +209,7 @@ class LayerBench:
         return x.to(self.dtype).to(self.invocation.device)
 
     def begin(self, adapter_ids: list[int], kv_length: int, first_row: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begin a decode step: `adapter_ids` one per row, 0 for none; row i reads the blocks of request `first_row +
-        i`.
-        """
+        """Begin a decode step: `adapter_ids` one per row, 0: none; row i reads blocks of request `first_row + i`."""
         requests = spans(first_row + len(adapter_ids), 1, kv_length)[first_row:]
         layout = [span._replace(start=row) for row, span in enumerate(requests)]
         _, positions = self.invocation.begin(layout)

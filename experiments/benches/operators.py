@@ -243,9 +243,7 @@ def problems(cfg: Config, workload: str, batch_size: int, rank: int) -> list[Pro
 
 
 def setup_operator(cfg: Config, sizes: Sequence[int], rank: int, count: int) -> list[Problem]:
-    """Make `count` batches of `sizes` rows per adapter, each on its own x, y and adapters. A batch sees as many slots
-    as a server has.
-    """
+    """Make `count` batches of `sizes` rows per adapter, with x, y and adapters of their own, in a server's slots."""
     figure: Any = cfg.figure
     device, rows, used = cfg.hardware.device, sum(sizes), count * len(sizes)
     resident = max(figure.resident(cfg), len(sizes))

@@ -47,9 +47,8 @@ class Turns(NamedTuple):
 
 
 class Pipelines:
-    """The engines of all ways, for contexts and numbers of adapters up to the largest of a figure.
-
-    ``cache_tokens``: what keys and values have room for; where it is too little for all turns, some wait.
+    """The engines of all ways, for contexts and numbers of adapters up to the largest of a figure. ``cache_tokens``:
+    what keys and values have room for; where it is too little for all turns, some wait.
     """
 
     def __init__(

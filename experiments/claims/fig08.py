@@ -190,9 +190,7 @@ def beats_bmm_with_one_model(rows: Rows) -> Finding:
 
 @claim("C18")
 def gather_bmm_moves_more(rows: Rows) -> Finding:
-    """Elements that Gather-BMM moves beyond SGMV, over s h_i h_o, at batch 64: it copies weights per row and reads
-    those.
-    """
+    """Elements that Gather-BMM, which copies weights per row, moves beyond SGMV, over s h_i h_o, at batch 64."""
     h_in, h_out, size = 16, 11008, 64
     copies = size * h_in * h_out
     weights = [popularity(workload).number_of_adapters(size) * h_in * h_out for workload in PAPER_WORKLOADS]

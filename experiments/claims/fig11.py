@@ -136,9 +136,7 @@ def serving(rows: Rows, *roles: str) -> list[Serving]:
 @claim("C27", role="13B")
 @claim("C38", role="70B")
 def flat(rows: Rows, role: str) -> Finding:
-    """Smallest over largest throughput under the paper's rule (D04); and with an adapter per request, over what bytes
-    allow.
-    """
+    """Smallest over largest throughput under the paper's rule (D04), and, Distinct, over what bytes allow."""
     cell = Serving(rows, role)
     released = RELEASED_RULE if cell.has(RELEASED_RULE) else PUNICA if cell.is_the_papers else ""
     own, allowed = cell.flatness(PUNICA), cell.distinct_over_identical_by_bytes()

@@ -92,9 +92,7 @@ class Rows:
         return [self._with(one, one[:, None]) for one in self._quiet.T] if self._quiet.shape[1] > 1 else []
 
     def stirred(self, what: str) -> list["Rows"]:
-        """The rows, those with ``what`` times different factors around 1, and their mirror image; none without such a
-        row.
-        """
+        """The rows, those with ``what`` times different factors around 1, and their mirror image; none without one."""
         chosen = self._frame[what].to_numpy(dtype=bool)
         spread = SHIFT * (2 * (np.arange(1, len(chosen) + 1) * _GOLDEN % 1) - 1) * chosen
         factors = [1 + spread, 1 - spread] if chosen.any() else []

@@ -97,9 +97,7 @@ def replay(rule: str, workload: str, num_requests: int) -> Counter[int]:
 
 
 def decode_steps_of_one_adapter(outputs: Sequence[int], adapters: Sequence[int], max_batch: int) -> Counter[int]:
-    """Decode steps of the paper's vLLM by batch size: a request joins only when its adapter runs already, and its
-    prefill runs alone.
-    """
+    """Decode steps of the paper's vLLM by batch size: requests join the adapter that runs; prefills run alone."""
     steps_by_batch: Counter[int] = Counter()
     running: list[tuple[int, int]] = []  # new tokens left, and adapter
     waiting = list(zip(outputs, adapters, strict=True))[::-1]

@@ -22,15 +22,7 @@ from experiments.facts.systems import MODELS, SECONDS
 from experiments.harness.counted import counted, frame_of, merged
 from experiments.harness.schema import CONF, ConfigError, model_conf
 from experiments.measure.records import read_rows
-from experiments.simulator import (
-    LoadCost,
-    ModelBytes,
-    Residuals,
-    StepCost,
-    TimedStep,
-    fit_step_cost,
-    residuals,
-)
+from experiments.simulator import LoadCost, ModelBytes, Residuals, StepCost, TimedStep, fit_step_cost, residuals
 from experiments.workload import popularity
 from punica.cluster import StepWork
 

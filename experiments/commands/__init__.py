@@ -1,3 +1,1 @@
-"""Commands of `make`: reproduce, report, figures, record, check and compare. `conformance` is for any multi-LoRA
-server.
-"""
+"""Commands of `make`: reproduce, report, figures, record, check, compare; `conformance` is for any LoRA server."""

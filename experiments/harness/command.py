@@ -114,9 +114,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
 
 
 def register_app(name: str, header: str, module: str, schema: type[RunConf], **choices: str | None) -> None:
-    """Register the primary config `name`: `conf/config.yaml` with `choices`, keys of `schema`, and the text of
-    `--help`.
-    """
+    """Register the config `name`: `conf/config.yaml` with `choices`, keys of `schema`, and the text of `--help`."""
     for resolver, resolve in RESOLVERS.items():
         OmegaConf.register_new_resolver(resolver, resolve, replace=True)
     register_names("workload", [TRACE, *WORKLOADS.names()])

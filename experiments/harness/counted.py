@@ -58,9 +58,7 @@ def counted(rows: pd.DataFrame, clock: str | None = "") -> pd.DataFrame:
 
 
 def merged(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per point of `counted` rows, medians but of p10 (least) and p90 (largest); ``repeats``, ``lowest``,
-    ``highest``.
-    """
+    """One row per point of `counted` rows: medians, but least p10 and largest p90; `lowest` and `highest`."""
     rows = rows[rows["counts"]]
     values, first = rows.groupby("point", sort=False)["value"], rows.drop_duplicates("point")
     low, middle, high, times = (getattr(values, name)().to_numpy() for name in ("min", "median", "max", "size"))

@@ -62,9 +62,7 @@ class Reading:
 
 
 def sampled(metric: str, samples: Sequence[float], unit: str) -> list[Reading]:
-    """Readings of raw `samples` (in `unit`): median, p10, p90, count; no mean, since timings are skewed. `ValueError`
-    for none, or one that is not finite.
-    """
+    """Median, p10, p90 and count of raw `samples`; `ValueError` for none, or one that is not finite."""
     values = np.asarray(samples, dtype=np.float64)
     if not values.size or not np.isfinite(values).all():
         raise ValueError(f"samples of {metric} must be finite, at least one, not {samples!r}: raise scale.repeats")

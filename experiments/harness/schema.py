@@ -120,9 +120,7 @@ class NamesConf(Settings):
 
 
 class WorkloadConf(NamesConf):
-    """Popularities; or by `workload=trace` the requests of a file, whose adapters are by `adapter`: client, session, or
-    a popularity.
-    """
+    """Popularities; or `workload=trace`: a file's requests, whose `adapter` is client, session, or a popularity."""
 
     path: Path = SAMPLE
     format: Literal["lora", "azure", "burstgpt", "mooncake"] = "lora"

@@ -85,9 +85,7 @@ def settle(cfg: DictConfig | Config, experiment: Experiment) -> Config:
 
 
 def by_clocks(given: Config, settled: Config, experiment: Experiment) -> dict[str, Config]:
-    """Every clock of `experiment` with `settled` under it: the settled one; before it the host's, for operators on a
-    GPU, where `given` leaves the choice.
-    """
+    """Every clock with its settings: `settled`'s; before it the host's, for operators, where none is `given`."""
     clocks = [settled.timer.name]
     if experiment.host_clock_too and given.timer.name == AUTO and settled.hardware.device == "cuda":
         clocks = [HOST_CLOCK, *clocks]

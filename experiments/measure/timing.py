@@ -29,9 +29,7 @@ CALLS_PER_GRAPH = 48
 
 @dataclass(frozen=True)
 class Protocol:
-    """`seconds`: budget per system, which then stops at `min_repeats` or later; `patience`: seconds that these may
-    take.
-    """
+    """`seconds`: budget per system, beyond which it has `min_repeats`; `patience`: seconds that these may take."""
 
     timer: str
     device: str

@@ -1,6 +1,4 @@
-"""Figures of the extensions: a column of axes per popularity or panel, latency above, ratios
-below; parts of the time of a step, as stacked bars.
-"""
+"""Figures of the extensions: latency above, ratios below, a column per panel; and parts of a step, stacked."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

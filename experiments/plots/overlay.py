@@ -1,6 +1,4 @@
-"""Measured lines beside the paper's: a column per panel, a row of axes per clock. Figure 10 shows Identical and, below,
-what the others differ from it.
-"""
+"""Measured lines beside the paper's: a column per panel, a row per clock. Figure 10: Identical, and differences."""
 
 import math
 from collections.abc import Sequence

@@ -90,9 +90,7 @@ class Scale:
         return self.least <= value <= self.most and value > ZERO[self.kind]
 
     def around(self, value: float, ends: Sequence[float], floor: float) -> tuple[float, float]:
-        """The range around ``value`` whose repeats reach to ``ends``, at least ``floor`` (of what has a most, `FLOOR`),
-        cut to what is possible.
-        """
+        """The range around ``value`` with repeats at ``ends``, no less than ``floor``, cut to what can be."""
         for one in (value, *ends):
             if not self.is_possible(one):
                 raise ValueError(f"{one:g} is not possible on the scale {self.kind} from {self.least} to {self.most}")
@@ -138,9 +136,7 @@ def claim_ranges(verdicts: Sequence[Verdict], paper: Path) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Held:
-    """Lines of ranges with our value: ``compared`` (with ``here``, ``is_outside``, ``common``), ``absent`` here,
-    ``unknown``: ours without a range.
-    """
+    """Lines of ranges: ``compared`` (with ``here``, ``is_outside``), ``absent`` here; ``unknown``: without a range."""
 
     compared: pd.DataFrame
     absent: pd.DataFrame

@@ -144,9 +144,7 @@ def _minor(version: str) -> str:
 
 
 def changed_settings(script: str, recorded: dict[str, Any]) -> list[str]:
-    """Settings of ``recorded`` that `conf/` has otherwise today, but those that a recorded set chooses, null, and
-    lists.
-    """
+    """Settings of ``recorded`` that `conf/` has otherwise today, but those chosen by a set, null, and lists."""
     today = dict(_conf(script, recorded))
     whole = OmegaConf.create({**recorded, **{group: {**recorded[group], **today[group]} for group in today}})
     found = []

@@ -68,9 +68,7 @@ def _fill(line: Line | experts.Line, rows: pd.DataFrame, panel: str) -> None:
 
 
 def tabulated(table: str, found: list[Line]) -> list[str]:
-    """One table as markdown: a line for each operator, then what it sums up; cells are empty where nothing was
-    measured.
-    """
+    """One table as markdown: a line for each operator, then what it sums up; cells may be empty."""
     times, parts = _times(found), [line.part for line in found]
     names, best = zip(*(best_existing(line) or ("", np.nan) for line in found), strict=True)
     compared = [name for name in RATIOS if name in times] if any(names) else []

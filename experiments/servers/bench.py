@@ -44,9 +44,8 @@ END_WITH_PARENT = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, SIGNAL) if 
 
 
 class Bench:
-    """Folders of one model and its adapters, processes of systems on them, and the tokens that these gave.
-
-    `sizes`: fields of `ext_servers.ServersConf` that decide the work, and `max_model_len`.
+    """Folders of one model and its adapters, processes of systems on them, and the tokens that these gave. `sizes`:
+    fields of `ext_servers.ServersConf` that decide the work, and `max_model_len`.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class Bench:
 
     def run(self, system: str, parts: Sequence[tuple[str, dict[str, Any]]] = ()) -> list[dict[str, Any]]:
         """Run the engine of `system` in a process of its own; return its lines: start, tokens, and `parts`.
-
         `CheckFailed`: its process fails.
         """
         about = SYSTEMS[system]
@@ -110,9 +108,8 @@ class Bench:
         return [[draw.randrange(3, self.model.vocab_size) for _ in range(length)] for length in lengths]
 
     def shares(self, system: str, found: Mapping[str, Any], reference: str) -> list[Reading]:
-        """Compare a mixed batch with each request alone, and with that of the system `reference`.
-
-        `CheckFailed`: adapters change no tokens, a request's company does, or the reference has others.
+        """Compare a mixed batch with each request alone, and with that of the system `reference`. `CheckFailed`:
+        adapters change no tokens, a request's company does, or the reference has others.
         """
         together, alone = found["together"], found["alone"]
         pairs = zip(together, found["plain"], self.check["adapters"], strict=True)

@@ -43,7 +43,6 @@ class Server:
 
 def address(url: str, option: str) -> str:
     """Return `url` without a final slash and /v1. `ConfigError`: not http, or with a password, which would be stored.
-
     `option`: name of the command line's option, for the message.
     """
     try:
@@ -56,9 +55,8 @@ def address(url: str, option: str) -> str:
 
 
 def look_up(url: str, key: str, adapters: Sequence[str] = ()) -> Server:
-    """Ask the server at `url` for its models; `adapters`: which are adapters, where it does not say.
-
-    `ConfigError`: no list of models, or no word on which of them are adapters.
+    """Ask the server at `url` for its models; `adapters`: which are adapters, where it does not say. `ConfigError`: no
+    list of models, or no word on which of them are adapters.
     """
     url = address(url, "figure.url")
     try:
@@ -87,11 +85,9 @@ def _headers(key: str) -> dict[str, str]:
 
 @dataclass
 class Answer:
-    """Answer to one request, in seconds from the start of a run.
-
-    `at`: due time of an arrival, or the time of sending. `tokens`, `prompt_tokens`: the usage that the stream ends
-    with. `pieces`: arrivals of events with a choice. `error`: empty after success; "http 429" and the like, or a
-    constant of this module. `text`: of all pieces.
+    """Answer to one request, in seconds from the start of a run. `at`: due time of an arrival, or the time of sending.
+    `tokens`, `prompt_tokens`: the usage that the stream ends with. `pieces`: arrivals of events with a choice. `error`:
+    empty after success; "http 429" and the like, or a constant of this module. `text`: of all pieces.
     """
 
     at: float
@@ -106,10 +102,8 @@ class Answer:
 
 
 class Client:
-    """Client of one server, with as many connections as there are requests.
-
-    `fields`: those of `FIELDS` that the server takes. With one of them, an answer of fewer tokens than asked for is an
-    error.
+    """Client of one server, with as many connections as there are requests. `fields`: those of `FIELDS` that the server
+    takes. With one of them, an answer of fewer tokens than asked for is an error.
     """
 
     def __init__(self, server: Server, key: str, fields: Collection[str]) -> None:
@@ -194,7 +188,6 @@ class Run:
 
 async def run(client: Client, jobs: Iterator[Job], span: Span, load: int | Sequence[float]) -> Run:
     """Keep `load` requests in flight, each followed by the next job, or send one at each of these seconds, in any case.
-
     Measured are requests that begin within the measured time of `span`. Others begin until those are done, or until the
     deadline, which cancels the rest.
     """

@@ -28,7 +28,6 @@ class Served:
 
     def generate(self, prompts: list[list[int]], adapters: list[int], new_tokens: list[int]) -> list[list[int]]:
         """Continue every prompt by exactly its number of new tokens, over a connection of its own that is opened now.
-
         Its tokens are the words ``w1``, ``w2`` and so on; -1 is any other.
         """
         names = [self.server.base, *self.server.adapters]
@@ -68,9 +67,8 @@ class Served:
 
 
 def run_readings(run: Run) -> list[Reading]:
-    """Readings of the requests that began in the measured time, and of what arrived in it.
-
-    `CheckFailed`: no request began in it.
+    """Readings of the requests that began in the measured time, and of what arrived in it. `CheckFailed`: no request
+    began in it.
     """
     begin, end = run.span.measured
     users = [answer for answer in run.answers if begin <= answer.at < end]

@@ -27,7 +27,6 @@ class Job:
 @dataclass(frozen=True)
 class Stream:
     """Chats of a popularity: lengths and adapters of `requests` of them come again and again, prompts are new.
-
     `adapters`: names; they take turns where the popularity has more. `lengths`: means of prompt and output.
     """
 

@@ -55,10 +55,9 @@ class Punica:
 
 
 class Vllm:
-    """vLLM's offline `LLM`, with a slot per request of a batch, and host memory for all adapters.
-
-    As it ships but for the options of the job and what makes the work the same: no prefix cache, since passes repeat
-    their prompts, and no tokenizer.
+    """vLLM's offline `LLM`, with a slot per request of a batch, and host memory for all adapters. As it ships but for
+    the options of the job and what makes the work the same: no prefix cache, since passes repeat their prompts, and no
+    tokenizer.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -109,10 +108,9 @@ class Measurement:
         return {"together": together, "alone": alone, "plain": plain}
 
     def decode(self, context: int, prompts: list[list[int]], cases: Cases, new_tokens: list[int]) -> dict[str, Any]:
-        """Time a full batch that decodes, per step: two lengths of the same requests, subtracted.
-
-        Prefill, and steps in which the batch fills or empties, are in both and drop out. `context` is the mean number
-        of cached tokens in the steps that remain.
+        """Time a full batch that decodes, per step: two lengths of the same requests, subtracted. Prefill, and steps in
+        which the batch fills or empties, are in both and drop out. `context` is the mean number of cached tokens in the
+        steps that remain.
         """
         short, long = new_tokens
         steps: dict[str, list[float]] = {name: [] for name in cases}
@@ -132,9 +130,8 @@ class Measurement:
         return {"context": context, "seconds": {name: seconds[1:] for name, seconds in found.items()}}
 
     def stream(self, prompts: list[list[int]], cases: Cases, new_tokens: list[int], warm: int) -> dict[str, Any]:
-        """Time all requests of a queue, from the call to the last token, with all adapters in host memory.
-
-        Each adapter was asked for a token before, then `warm` of the requests: `first`.
+        """Time all requests of a queue, from the call to the last token, with all adapters in host memory. Each adapter
+        was asked for a token before, then `warm` of the requests: `first`.
         """
         numbers = list(range(1, len(self.job["adapters"]) + 1))
         self._timed([[3]] * len(numbers), numbers, [1] * len(numbers))

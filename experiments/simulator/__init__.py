@@ -7,13 +7,6 @@ other_systems.py  scheduling rules of other systems
 """
 
 from experiments.simulator import other_systems
-from experiments.simulator.latency import (
-    ModelBytes,
-    Residuals,
-    StepCost,
-    TimedStep,
-    fit_step_cost,
-    residuals,
-)
+from experiments.simulator.latency import ModelBytes, Residuals, StepCost, TimedStep, fit_step_cost, residuals
 from experiments.simulator.residency import LoadCost, Residency, ResidencyConfig
 from experiments.simulator.simulator import SimulationResult, Trace, simulate

@@ -139,9 +139,7 @@ class ModelBytes:
         return cls(weights, head, 2 * layers * kv_width, layers * sum(a + b for a, b in shapes), itemsize)
 
     def pages(self, memory: float, page_size: int, adapters: int, rank: int) -> int:
-        """KV pages that fit into ``memory`` bytes beside weights and ``adapters`` slots of ``rank``; ValueError for
-        none.
-        """
+        """KV pages that fit into ``memory`` bytes beside weights and ``adapters`` of ``rank``; ValueError for none."""
         left = memory - self.itemsize * (self.weights + self.head + adapters * rank * self.lora)
         pages = int(left // (self.itemsize * self.kv * page_size))
         if pages < 1:

@@ -65,10 +65,9 @@ class RoundRobin(LargestWorkingSet):
 @SCHEDULING_RULES.register("llm_d")
 class LlmD(LargestWorkingSet):
     """llm-d's router: homes of an adapter first, and few of them: until all are saturated; then another GPU, up to
-    `MAX_REPLICAS`, with a host copy if possible. Of these a home before a free slot, then the shorter queue.
-
-    Source: ``lora_affinity.go`` and the filter ``loraresidency``, https://github.com/llm-d/llm-d-router. Left out: a
-    full home counts, and residency is read once per scrape.
+    `MAX_REPLICAS`, with a host copy if possible. Of these a home before a free slot, then the shorter queue. Source:
+    ``lora_affinity.go`` and the filter ``loraresidency``, https://github.com/llm-d/llm-d-router. Left out: a full home
+    counts, and residency is read once per scrape.
     """
 
     MAX_REPLICAS = 2  # homes of an adapter, as in the filter's example; its default is no bound
@@ -101,10 +100,9 @@ class LlmD(LargestWorkingSet):
 @SCHEDULING_RULES.register("dynamo")
 class Dynamo(LargestWorkingSet):
     """NVIDIA Dynamo's LoRA router: the GPUs of highest rendezvous hash with the adapter, as many as its share of the
-    load has of all slots; a set grows at once and shrinks after `COOLDOWN` requests.
-
-    Source: https://github.com/ai-dynamo/dynamo (pull requests 5992, 8177, 8178, 8180; ``controller.rs``). Left out:
-    budgets of slots, and min-cost flow.
+    load has of all slots; a set grows at once and shrinks after `COOLDOWN` requests. Source:
+    https://github.com/ai-dynamo/dynamo (pull requests 5992, 8177, 8178, 8180; ``controller.rs``). Left out: budgets of
+    slots, and min-cost flow.
     """
 
     WINDOW = 256  # latest requests that tell an adapter's share; Dynamo's is a time, which a rule does not know

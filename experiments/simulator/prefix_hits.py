@@ -8,10 +8,9 @@ from punica.scheduling import PrefixCache, PrefixKey
 
 
 def hit_rate(prompts: Sequence[TracedRequest], adapters: Sequence[int], capacity: int, *, activated: bool) -> float:
-    """Return the share of the prompts' full blocks that a cache of ``capacity`` blocks has.
-
-    ``adapters``: of each prompt. ``activated``: their invocation is in the last block of a prompt, which is not full.
-    Prompts beyond the capacity find and keep nothing.
+    """Return the share of the prompts' full blocks that a cache of ``capacity`` blocks has. ``adapters``: of each
+    prompt. ``activated``: their invocation is in the last block of a prompt, which is not full. Prompts beyond the
+    capacity find and keep nothing.
     """
     cache, hits, all_blocks = PrefixCache(capacity, 1), 0, 0
     for owner, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True)):

@@ -25,9 +25,7 @@ from punica.cluster.policy import ClusterPolicy, ClusterStep
 
 @dataclass(frozen=True)
 class Trace:
-    """n requests: ``arrivals`` [n] in seconds, ascending; ``lengths``; ``adapters`` [n] (0: the backbone) and their
-    ``ranks`` [n]. ValueError for any other.
-    """
+    """n requests: ascending ``arrivals`` [n] in s, ``lengths``, ``adapters`` [n] (0: none) and ``ranks`` [n]."""
 
     arrivals: NDArray[np.float64]
     lengths: RequestLengths
@@ -121,9 +119,7 @@ class _Stride:
         return self._ends[self._done - 1] if self._done else self._began
 
     def begin(self, now: float, work: StepWork, joined: int, prompt_tokens: int, cost: StepCost, further: int) -> float:
-        """Begin a step of ``work`` with ``joined`` prefills, and ``further`` steps of the same requests; return its
-        end.
-        """
+        """Begin a step of ``work`` with ``joined`` prefills, and ``further`` steps of these; return its end."""
         self.is_running, self._done, self._began = True, 0, now
         self.size, self._joined, self._prompt_tokens = work.decodes + joined, joined, prompt_tokens
         first_end = now + _positive(cost.seconds(work), cost)

@@ -37,9 +37,7 @@ class SameProduct(nn.Linear):
 
 
 class Layer(DynamicLayer):
-    """Layer of the cache in tensors of its full length, `filled` of which are there. For a graph it writes at `at [1]`,
-    and reads the first `filled` places.
-    """
+    """A layer's cache at full length, `filled` of it; for a graph it writes at `at [1]` and reads `filled`."""
 
     def __init__(self, keys: Tensor, values: Tensor, filled: int, at: Tensor | None = None) -> None:
         super().__init__()
@@ -304,9 +302,7 @@ class PeftBackend:
 
 
 def use_product(kind: type[nn.Linear], model: nn.Module, device: str) -> None:
-    """Make the linear layers of `model` a `SameProduct`, or torch's. On a GPU adapters' factors keep torch's, whose
-    many launches are faster for the host.
-    """
+    """Make linear layers `SameProduct`, or torch's; adapters' factors keep torch's on a GPU, cheaper to launch."""
     for name, layer in model.named_modules():
         if type(layer) in (nn.Linear, SameProduct) and (device == "cpu" or ".lora_" not in name):
             layer.__class__ = kind

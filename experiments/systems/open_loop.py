@@ -195,9 +195,7 @@ def step_readings(trace: Trace, span: Span) -> list[Reading]:
 
 
 def place_readings(users: Sequence[Traced]) -> list[Reading]:
-    """Hit rates of slots and host memory at arrival and (`_at_join`) at a request's turn, and waits for the first token
-    by the place at that turn.
-    """
+    """Hit rates of slots and host memory at arrival and (`_at_join`) at a request's turn, and waits by place."""
     joined = [(user.at_join, user.first - user.at) for user in users if user.first is not None and user.at_join]
     readings = []
     for when, places in (("", [user.place for user in users]), ("_at_join", [place for place, _ in joined])):

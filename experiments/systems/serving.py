@@ -60,9 +60,7 @@ class ServingSystem(ABC):
 
     @abstractmethod
     def run_steps(self, jobs: Sequence[Job], timeline: Timeline, start: int, count: int) -> list[Step]:
-        """Run `count` steps of serving `jobs` from step `start` of `timeline`, this system's replay, over noise, up to
-        `WARM_STEPS` untimed ones before.
-        """
+        """Run `count` steps from step `start` of the replay `timeline`, over noise, after `WARM_STEPS` untimed."""
 
     @abstractmethod
     def forced(self, jobs: Sequence[Job], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:

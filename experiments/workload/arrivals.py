@@ -26,9 +26,7 @@ def poisson_arrivals(rate: float, duration: float, seed: int) -> NDArray[np.floa
 
 
 def profile_arrivals(profile: RateProfile, peak: float, duration: float, seed: int) -> NDArray[np.float64]:
-    """Arrival times in [0, duration), ascending, whose rate follows ``profile``, by thinning a constant rate ``peak``;
-    ValueError when the profile exceeds it.
-    """
+    """Arrivals in [0, duration) at the rate ``profile``, thinned from ``peak``; ValueError where it exceeds this."""
     for name, value in (("rate", peak), ("duration", duration)):
         if not (np.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be a positive number, got {value!r}")

@@ -71,9 +71,7 @@ def rescaled(lengths: RequestLengths, maxlen: int, longest: int = RELEASED_MAXLE
 
 
 def stated_lengths(num_requests: int = 1000, seed: int = RELEASED_SEED) -> RequestLengths:
-    """Lengths with the paper's 101 generated tokens per request on average: the released prompts, and outputs shrunk by
-    a common factor, at least 1 each.
-    """
+    """Released prompts, and outputs shrunk by one factor to the paper's 101 tokens on average, at least 1 each."""
     lengths = released_lengths(num_requests, seed=seed)
     target = STATED_TOKENS_PER_REQUEST * num_requests
     # one token each first, then the rest in proportion, by largest remainder: the sum is exact and none is empty

@@ -88,10 +88,9 @@ class Trace:
 
     @cached_property
     def adapters(self) -> NDArray[np.int64]:
-        """The adapter of each request, [n], from 0 in order of first use; a request without a key has its own.
-
-        The session of a prompt with ``blocks`` is the first one behind those that all prompts share. ValueError: no
-        request has what the rule needs.
+        """The adapter of each request, [n], from 0 in order of first use; a request without a key has its own. The
+        session of a prompt with ``blocks`` is the first one behind those that all prompts share. ValueError: no request
+        has what the rule needs.
         """
         if self.rule in WORKLOADS.names():
             return popularity(self.rule).requests(len(self.requests))
@@ -124,9 +123,8 @@ class Trace:
 
 
 def read_trace(path: Path, form: str, most: int | None = None) -> list[TracedRequest]:
-    """Read the first ``most`` requests, by arrival; those without output (BurstGPT's failures) are left out.
-
-    OSError; ValueError names file, line and column of the first that is wrong, and the remedy.
+    """Read the first ``most`` requests, by arrival; those without output (BurstGPT's failures) are left out. OSError;
+    ValueError names file, line and column of the first that is wrong, and the remedy.
     """
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         asked = (_request(form, row, f"{path}, line {line}") for line, row in _rows(file, form))

@@ -85,9 +85,8 @@ def _options(group: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]
 
 
 def composed(tmp_path, *overrides: str, name: str = NAME) -> DictConfig:
-    """The configuration of experiment `name` at smoke scale with outputs in `tmp_path`, and `overrides` on top.
-
-    Hydra takes a tenth of a second, so it is asked once for the same.
+    """The configuration of experiment `name` at smoke scale with outputs in `tmp_path`, and `overrides` on top. Hydra
+    takes a tenth of a second, so it is asked once for the same.
     """
     _register_all()
     options = tuple((path, id(node)) for path, node in _options(ConfigStore.instance().repo))

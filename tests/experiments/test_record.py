@@ -131,10 +131,7 @@ os._exit({status})
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    """Measure `sets` in a call; return its last line, and what ran.
-
-    `how`: set -> its seconds, status and points.
-    """
+    """Measure `sets` in a call; return its last line, and what ran. `how`: set -> its seconds, status and points."""
     monkeypatch.setattr(record_all, "REPOSITORY", tmp_path)
     monkeypatch.setattr(record_all, "commit", lambda: "abc")
 

@@ -4,15 +4,7 @@ import pytest
 import torch
 from fakes import composed
 
-from experiments.benches.migration import (
-    COPY,
-    COPY_HOST,
-    Blocks,
-    Migration,
-    Route,
-    check_moved,
-    check_recomputed,
-)
+from experiments.benches.migration import COPY, COPY_HOST, Blocks, Migration, Route, check_moved, check_recomputed
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError, model_conf
