@@ -5,7 +5,6 @@ import json
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -16,7 +15,6 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -188,25 +186,10 @@ def given() -> list[str]:
 
 
 def launch(name: str, job: Callable[[DictConfig], int | None]) -> None:
-    """Compose the config `name` from the command line and run `job`; in a multirun failed jobs are listed last."""
-    failed: list[str] = []
+    """Compose the config `name` from the command line and run `job`; a multirun ends with the first that fails."""
 
     def task(cfg: DictConfig) -> None:
-        is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-        try:
-            code = or_exit(lambda: job(cfg))
-        except SystemExit as stop:
-            code = stop.code
-            if code == INTERRUPTED:
-                raise
-        except Exception:
-            if not is_sweep:
-                raise
-            traceback.print_exc()
-            code = 1
-        if code and is_sweep:
-            failed.append(" ".join(given()))
-        elif code:
+        if code := or_exit(lambda: job(cfg)):
             raise SystemExit(code)
 
     or_exit(refuse_tildes)
@@ -214,9 +197,6 @@ def launch(name: str, job: Callable[[DictConfig], int | None]) -> None:
     unchecked = mock.patch.object(argparse.ArgumentParser, "_check_help", create=True)
     with unchecked, mock.patch.dict(os.environ, HYDRA_FULL_ERROR="1"):  # it raises what it would print in many lines
         or_exit(hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task))
-    if failed:
-        print(f"jobs that failed: {len(failed)}", *failed, sep="\n  ", file=sys.stderr)
-        raise SystemExit(1)
 
 
 def refuse_tildes() -> None:

@@ -109,7 +109,7 @@ class HardwareConf(Settings):
     dtype: DType  # what the operator figures compute in
     bandwidth_gb_s: float | None = None
     tflop_s: float | None = None
-    flush_mib: int | None = Field(256, ge=0)  # zeroed by host_clock and events to empty the caches; null: decided
+    flush_mib: int | None = Field(256, ge=0)  # zeroed by host_clock to empty the caches; null: decided
     threads: Count | None = None  # CPU threads of torch; null: OMP_NUM_THREADS, else every usable core
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 KINDS = ("measured", "simulated", "paper", "datasheet")
 STATISTICS = ("median", "p10", "p90", "count", "value")
-TIMERS = ("cuda_graph", "events", "host_clock")
+TIMERS = ("cuda_graph", "host_clock")
 """The clocks of `experiments.measure.timing`, first the one to prefer where a point has rows of several: `cuda_graph`
 tells what a call itself costs, `host_clock` (the paper artifact's protocol) counts launch and wait as well."""
 DIFFERENCES = ("added_latency", "added_per_token", "stall")

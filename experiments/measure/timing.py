@@ -1,9 +1,8 @@
-"""Three clocks with one interface.
+"""Two clocks with one interface.
 
 ============  =========================================================================================================
 host_clock    the protocol of the paper's artifact: per repeat zero a buffer larger than the caches, synchronise, read
               the host's clock, call, synchronise, read the clock. Launch and synchronisation are inside the time
-events        the same with CUDA events around the call: the launch is outside as far as it overlaps
 cuda_graph    one CUDA graph holds many calls, each on its own inputs out of more bytes than the caches hold; the time
               of a replay over its calls. It is what one call costs inside a long graph, as a server runs it
 ============  =========================================================================================================
@@ -66,8 +65,6 @@ def time_side_by_side(
         empty = (lambda: None) if apart and name != first else flush
         if protocol.timer == "cuda_graph":
             samplers[name] = _cuda_graph(options)
-        elif protocol.timer == "events":
-            samplers[name] = _events(options, empty)
         else:
             samplers[name] = _host_clock(options, empty, protocol.device)
     samples: dict[Name, list[float]] = {name: [] for name in calls}
@@ -90,14 +87,6 @@ def _host_clock(options: Sequence[Call], flush: Call, device: str) -> Callable[[
         call()
         _synchronise(device)
         return time.perf_counter() - started
-
-    return sample
-
-
-def _events(options: Sequence[Call], flush: Call) -> Callable[[int], float]:
-    def sample(i: int) -> float:
-        flush()
-        return seconds_between_events(options[i % len(options)])
 
     return sample
 

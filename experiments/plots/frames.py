@@ -100,7 +100,7 @@ def disturbed_at(frame: pd.DataFrame, x: str) -> set[float]:
 
 NOTE = "clock"
 """Attribute of a frame: what its caption says of a clock that is not drawn."""
-CLOCKS = {"host_clock": "host clock", "cuda_graph": "inside CUDA graphs", "events": "CUDA events"}
+CLOCKS = {"host_clock": "host clock", "cuda_graph": "inside CUDA graphs"}
 
 
 def measured(rows: pd.DataFrame, spans: str = "") -> str:
@@ -117,7 +117,7 @@ def measured(rows: pd.DataFrame, spans: str = "") -> str:
 def how_often(rows: pd.DataFrame) -> str:
     """Word the number of repeats per point, from fewest to most; empty where nothing was timed.
 
-    >>> how_often(pd.DataFrame({"statistic": "median", "repeats": [3, 1], "timer": "events"}))
+    >>> how_often(pd.DataFrame({"statistic": "median", "repeats": [3, 1], "timer": "host_clock"}))
     'median of 1 to 3 repeats'
     """
     drawn = centre(rows)

@@ -6,10 +6,9 @@ from hydra.core.config_store import ConfigStore
 from tiny import tiny_world
 
 from experiments.facts import systems
-from experiments.facts.systems import FIG11, LOAD, SYSTEMS, System, entries
+from experiments.facts.systems import FIG11, LOAD, SYSTEMS, System
 from experiments.fig11_textgen import EXPERIMENT
 from experiments.harness.settings import settle
-from experiments.plots import style
 from experiments.systems.check import check_tokens
 from experiments.systems.engine_systems import EngineSystem
 from experiments.systems.loaded import Loaded, check_system
@@ -68,16 +67,3 @@ def test_its_figures_run_it_and_the_best_baseline_counts_it(tmp_path):
     cfg = settle(composed(tmp_path, "workload=skewed", name=FIG11), EXPERIMENT)
     assert NAME in {point.system for point in EXPERIMENT.points(cfg)}
     assert NAME in systems.baselines()
-
-
-def test_it_has_a_colour_of_its_own():
-    looks = style._system_looks()
-    assert looks[NAME] not in [looks[one.name] for one in entries() if one.name != NAME]
-    assert looks[NAME][0] not in [looks[one.name][0] for one in entries() if one.name != NAME]
-
-
-def test_systems_of_one_figure_look_different():
-    looks = style._system_looks()
-    for figure in {figure for one in entries() for figure in one.figures}:
-        here = [(looks[one.name], one.shade) for one in entries() if figure in one.figures]
-        assert len(set(here)) == len(here), figure

@@ -45,7 +45,7 @@ SMOKE = of(scale="smoke", value=1.0, batch_size=3)
         ([*SCALES, of(figure="9", batch_size=4)], "", {(1, GRAPH): 5.0, (4, GRAPH): 10.0}),
         ([of(), *host(5.0)], "", {(1, GRAPH): 10.0}),
         ([of(), *host(5.0)], HOST, {(1, HOST): 10.0}),
-        ([of(), *host(5.0)], "events", {(1, GRAPH): 10.0}),
+        ([of()], HOST, {(1, GRAPH): 10.0}),
         ([of(), *host(5.0)], None, {(1, GRAPH): 10.0, (1, HOST): 10.0}),
     ],
     ids=["scale", "scale of each point", "smoke alone", "another figure", "first clock", "the caller's clock",

@@ -66,22 +66,3 @@ def test_wrong_scales_fail_the_check(tmp_path, monkeypatch):
     monkeypatch.setattr(fp8_operator, "quantised", lambda *_: next(answers))
     with pytest.raises(CheckFailed, match="FP8 e4m3 differs"):
         fp8_operator.checked_calls(batches[:1], "FP8 e4m3")
-
-
-def test_w8a8_is_let_through_for_its_roundings_and_not_for_another_scale():
-    """Exact but for both roundings, one row of rank 16, 100 draws: within the tolerance; a quarter too much is not."""
-
-    def rounded(values):
-        scale = values.abs().amax() / 448
-        return (values / scale).to(torch.float8_e4m3fn).double() * scale
-
-    errors = []
-    for seed in range(100):
-        generator = torch.Generator().manual_seed(seed)
-        x, a, b = (torch.randn(shape, generator=generator).double() for shape in ((256,), (16, 256), (128, 16)))
-        exact, found = b @ (a @ x), b @ rounded(a @ rounded(x))
-        operators.check("FP8 w8a8", found, exact, fp8_operator.W8A8_TOLERANCE)
-        with pytest.raises(CheckFailed):
-            operators.check("FP8 w8a8", 1.25 * found, exact, fp8_operator.W8A8_TOLERANCE)
-        errors.append(float((found - exact).norm() / exact.norm()))
-    assert max(errors) > 0.05  # what was allowed before

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from fakes import composed
 from tiny import TINY
 
 from experiments.benches import model_steps
@@ -10,8 +9,6 @@ from experiments.benches.model_steps import Invocation, LayerBench, check_decode
 from experiments.harness import CheckFailed
 from experiments.harness.catalogue import experiments
 from experiments.harness.schema import DType
-from experiments.harness.settings import settle
-from experiments.measure import timing
 
 FIG01, FIG10 = (next(iter(experiments([name]))) for name in ("fig01", "fig10"))
 
@@ -40,27 +37,6 @@ def test_a_step_that_keeps_an_earlier_context_is_not_timed(invocation, monkeypat
     monkeypatch.setattr(invocation, "decode_step", stale)
     with pytest.raises(CheckFailed, match="a decode step differs by"):
         check_decode(invocation)
-
-
-@pytest.mark.parametrize(("device", "warm"), [("cuda", [1, 1, 0]), ("cpu", [0, 0, 0])])
-def test_a_prefill_that_takes_long_runs_once(tmp_path, monkeypatch, device, warm):
-    cfg = settle(composed(tmp_path, "scale=gpu", "model=llama-tiny", name=FIG01.name), FIG01)
-    cfg.hardware.device = device
-    points = [p for p in FIG01.points(cfg) if p.panel == "prefill"]
-    chosen = [next(p for p in points if p.batch_size * p.seq_len == rows) for rows in (128, 8192, 65536)]
-    clocks = []
-
-    class Begun:
-        def prefill_step(self, *_):
-            return lambda: None
-
-    monkeypatch.setattr(FIG01, "_invocation", lambda _: Begun())
-    monkeypatch.setattr(timing, "time_side_by_side", lambda _, clock: clocks.append(clock) or {"step": [1.0]})
-    for point in chosen:
-        assert FIG01.measure(cfg, point)[0].value == 1e3
-    assert [clock.warmup for clock in clocks] == warm
-    assert {clock.min_repeats for clock in clocks} == {1}
-    assert {clock.timer for clock in clocks} == {"host_clock"}
 
 
 @pytest.mark.gpu

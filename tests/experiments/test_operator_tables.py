@@ -1,7 +1,5 @@
 """The tables of operators and experts, as far as they need no GPU: lines, anchors, columns, points."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +9,6 @@ from experiments import ext_expert_tables, ext_operator_tables
 from experiments.benches.expert_sets import TOLERANCE, ExpertSets, MoELayer
 from experiments.benches.operator_lines import ANCHORS, SHAPES, Operator, anchors_of, best_existing, lines, read_anchors
 from experiments.harness.resume import run
-from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import settle
 from experiments.report.operators import tabulated
 
@@ -165,8 +162,3 @@ def test_the_calls_of_experts_are_right(tokens, aligned):
     delta = sets.y13[0].clone()
     calls["w13"](0)
     assert (sets.y13[0] - 2 * delta).abs().max() < 0.05
-
-
-def test_the_listing_of_experiments_does_not_pay_for_torch():
-    code = "import sys, experiments.ext_operator_tables; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0

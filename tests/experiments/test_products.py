@@ -33,14 +33,3 @@ def test_the_faster_product_is_used_from_then_on(seconds, monkeypatch):
         x = torch.randn(shape)
         torch.testing.assert_close(matmul.linear(x, weight), x @ weight.T, atol=1e-5, rtol=1e-4)
     assert called == ([1, 1, 4, 2] if faster == "oneDNN" else [])
-
-
-def test_both_products_are_timed_with_all_weights():
-    counts = [0, 0]
-
-    def product(index, weight):
-        counts[index] += 1
-
-    best = products._best_of([lambda w: product(0, w), lambda w: product(1, w)], [torch.ones(1)] * 2, attempts=3)
-    assert counts == [6, 6]
-    assert all(0 < seconds < float("inf") for seconds in best)

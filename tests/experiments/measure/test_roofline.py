@@ -34,6 +34,7 @@ def test_formulas_give_the_papers_figure_7(metric, formula):
         assert ours == pytest.approx(expected, rel=5e-6), (workload, rows)
 
 
+@pytest.mark.slow
 def test_measured_ceilings_of_this_cpu_are_plausible():
     found = measured_ceilings("cpu", "float32")
     assert 1e8 < found.bandwidth < 1e13

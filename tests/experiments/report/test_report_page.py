@@ -11,7 +11,7 @@ from PIL import Image
 
 from experiments.measure.records import write_rows
 from experiments.report.machines import machine_of
-from experiments.report.page import TONES, write_page
+from experiments.report.page import write_page
 from experiments.report.results import write_results
 from tests.experiments.report.report_rows import PAPER, decode_rows, folders_in, operator_rows, write_report
 
@@ -103,12 +103,6 @@ def test_it_loads_nothing_and_its_links_resolve(page):
             assert (page.parent / parts.path).is_file(), address
     assert not re.search(r"@import|url\(|https?://", page.read_text(encoding="utf-8"))
     assert [bool(image["alt"]) for image in links.images] == [True, True]
-
-
-def test_badges_tell_what_is_measured_from_what_is_not():
-    told = {"reproduced": "good", "shape holds": "half", "within noise": "plain", "differs": "bad"}
-    told |= {"reproduced in simulation": "aside", "holds by arithmetic": "aside", "not measured here": "plain"}
-    assert told.items() <= TONES.items()
 
 
 @pytest.mark.slow
