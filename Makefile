@@ -16,7 +16,8 @@ PARALLEL := -n $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8))) --dist
 .PHONY: help setup reproduce figure figures report record record-all reliability smoke notebooks docs test test-slow test-gpu fresh release lint compare check clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Measure and read"; awk -F ':.* ## ' '/^[a-z-]+:.* ## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Develop and record"; awk -F ':.* ### ' '/^[a-z-]+:.* ### / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Stamp files: set-up runs again only when pyproject.toml or constraints.txt changes.
 $(VENV)/.created:
@@ -55,42 +56,42 @@ figures: $(VENV)/.experiments ## Draw the figures again from recorded rows (resu
 report: $(VENV)/.experiments ## Judge the paper's claims, write report.html: make report ARGS=source=recorded
 	@$(RUN) -m experiments.commands.report $(ARGS)
 
-record: $(VENV)/.experiments ## Copy this machine's rows and figures to results/ and figures/, if they are of their commits
+record: $(VENV)/.experiments ### Copy this machine's rows and figures to results/ and figures/, if they are of their commits
 	@$(RUN) -m experiments.commands.record $(ARGS)
 
-record-all: $(VENV)/.dev ## Measure all recorded sets, in calls that continue: make record-all HARDWARE=h200 LIMIT=9
+record-all: $(VENV)/.dev ### Measure all recorded sets, in calls that continue: make record-all HARDWARE=h200 LIMIT=9
 	@$(RUN) -m experiments.commands.record_all machine=$(or $(HARDWARE),cpu) limit=$(or $(LIMIT),9) $(ARGS)
 
-reliability: $(VENV)/.dev ## Load, faults, bad input: make reliability ARGS="-k test_faults --size full"
+reliability: $(VENV)/.dev ### Load, faults, bad input: make reliability ARGS="-k test_faults --size full"
 	@$(RUN) -m pytest tests/reliability -m reliability $(ARGS)
 
-smoke: $(VENV)/.experiments ## Run every experiment at the smallest scale (a few minutes)
+smoke: $(VENV)/.experiments ### Run every experiment at the smallest scale (a few minutes)
 	@$(RUN) -m experiments.commands.reproduce scale=smoke $(ARGS)
 
-notebooks: $(VENV)/.dev ## Execute the notebooks again on the recorded rows
+notebooks: $(VENV)/.dev ### Execute the notebooks again on the recorded rows
 	@set -e; for source in notebooks/[0-9]*.py; do $(BIN)/jupytext --to ipynb --execute $$source; done
 
-docs: $(VENV)/.dev ## Build the site of docs/ in outputs/site; a broken link or reference is an error
+docs: $(VENV)/.dev ### Build the site of docs/ in outputs/site; a broken link or reference is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/site/mkdocs.yml
 	@echo "outputs/site/index.html"
 
-test: $(VENV)/.dev ## Run the test suite (CPU, under 10 minutes)
+test: $(VENV)/.dev ### Run the test suite (CPU, under 10 minutes)
 	@$(RUN) -m pytest $(PARALLEL) -m "not slow and not gpu and not multi_gpu and not reliability" $(ARGS)
 
-test-slow: $(VENV)/.dev ## Run the slow CPU tests, which `make test` leaves out
+test-slow: $(VENV)/.dev ### Run the slow CPU tests, which `make test` leaves out
 	@$(RUN) -m pytest $(PARALLEL) -m "slow and not gpu and not multi_gpu and not reliability" $(ARGS)
 
-test-gpu: $(VENV)/.dev ## Run the GPU tests, on as many GPUs as there are (NVIDIA, compute capability 8.0 or newer)
+test-gpu: $(VENV)/.dev ### Run the GPU tests, on as many GPUs as there are (NVIDIA, compute capability 8.0 or newer)
 	@$(RUN) -m pytest -m "(gpu or multi_gpu) and not reliability" $(ARGS)
 
-fresh: ## Test the last commit in a new Debian root (root, debootstrap): make fresh SUITE=trixie
+fresh: ### Test the last commit in a new Debian root (root, debootstrap): make fresh SUITE=trixie
 	@.ci/fresh $(SUITE)
 
-release: $(VENV)/.dev ## Archive the last commit, build and check wheel and sdist of punica-lora
+release: $(VENV)/.dev ### Archive the last commit, build and check wheel and sdist of punica-lora
 	@.ci/release
 	@.ci/installed
 
-lint: $(VENV)/.dev ## ruff and mypy
+lint: $(VENV)/.dev ### ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 

@@ -21,8 +21,8 @@ PAGES = "\n".join([README, *(path.read_text(encoding="utf-8") for path in sorted
 
 
 def quickstart(folder: Path, epilogue: str) -> str:
-    """Run the python block of the README as written in ``folder``, then ``epilogue``; return the output."""
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    """Run the python blocks of the README as written in ``folder``, then ``epilogue``; return the output."""
+    code = "".join(re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
     done = subprocess.run(
         [sys.executable, "-c", code + epilogue], cwd=folder, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -42,7 +42,11 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_quickstart_with_a_checkpoint_runs_as_written(checkpoint: Path) -> None:
-    epilogue = "\nprint(repr([(result.text, result.token_ids, result.finish_reason) for result in results]))"
+    epilogue = "\nfrom punica.ops import reference as true\nz, low = torch.zeros_like(y), torch.zeros_like(low)\n"
+    epilogue += "true.bgmv_shrink(x, a, low, slots, 1.0)\ntrue.bgmv_expand(low, b, z, slots)\nassert y.allclose(z, atol=1e-3)"
+    epilogue += "\nmodel.model.layers[0].mlp.up_proj = linear\nplain = model(torch.tensor([[1, 2, 3]])).logits"
+    epilogue += "\nassert logits.shape == plain.shape and not logits.allclose(plain)"
+    epilogue += "\nprint(repr([(result.text, result.token_ids, result.finish_reason) for result in results]))"
     printed = quickstart(checkpoint, epilogue)
     results = ast.literal_eval(printed.strip().splitlines()[-1])
     tokenizer = byte_tokenizer()

@@ -32,7 +32,7 @@ WINDOWS = {
     ("simulated windows", "largest_throughput_error"): ("throughput, the furthest alone (either way),", None),
     ("simulated first token", "p99_error"): ("p99 first token", 0.1),
 }
-"""Of recorded rows, which nothing writes any more."""
+"""Bounds of recorded rows that nothing writes any more."""
 RULES = {
     CAPACITY: "throughput of full GPUs", "gpu_seconds": "GPU time", "p99_time_to_first_token": "p99 of first tokens",
     FROM_HOST: "loads", FROM_DISK: "loads",

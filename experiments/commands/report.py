@@ -9,7 +9,7 @@
 =========  ==================================================================================================
 fresh      `outputs/<hardware>/`: claims.csv, claims.md, and report.html with the recorded machines beside it
 recorded   `docs/results-*.md`, `results/*/claims.csv`, `results/*/operator_tables.md`, `results/*/expected/`,
-           `REPRODUCING.md`, the numbers of `README.md`; `outputs/report.html`
+           `REPRODUCING.md`, the numbers of `README.md` and `docs/verdicts.md`; `outputs/report.html`
 =========  ==================================================================================================
 
 It runs with whatever rows exist: a claim without rows is `not measured here`, with the command that measures it.
@@ -28,7 +28,7 @@ from experiments.report.expected import write_expected
 from experiments.report.machines import Machine, machine_of, recorded_folders, recorded_machines, rows_files
 from experiments.report.operators import write_operator_tables
 from experiments.report.page import PAGE, write_page
-from experiments.report.reproducing import write_readme, write_reproducing
+from experiments.report.reproducing import MARKED_PAGES, write_marked, write_reproducing
 from experiments.report.results import notes, write_results
 
 RECORDED = "recorded"
@@ -62,7 +62,7 @@ def write_recorded(results: Path, figures: Path, paper: Path, page: Path) -> tup
     files = [path for one in machines for path in write_operator_tables(one, one.folder / "operator_tables.md")]
     files += [path for one in machines for path in write_expected(one.folder, one.rows, one.verdicts, one.paper)]
     files += [write_reproducing(machines, paper, root / "REPRODUCING.md"), write_page(machines, pages, page)]
-    return machines, [*pages, *files, write_readme(machines, root / "README.md")]
+    return machines, [*pages, *files, *(write_marked(machines, root / page) for page in MARKED_PAGES)]
 
 
 def _page_of(machine: Machine, root: Path) -> Path:

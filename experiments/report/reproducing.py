@@ -1,4 +1,4 @@
-"""REPRODUCING.md; and the numbers of README.md, each between ``<!-- measured:NAME -->`` and ``<!-- /measured -->``."""
+"""REPRODUCING.md; and numbers of `MARKED_PAGES`, between ``<!-- measured:NAME -->`` and ``<!-- /measured -->``."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -38,6 +38,7 @@ GPU is of the scale of its recorded rows. It measures Llama-2 7B: ranges that al
 `model=llama2-13b`. `make record-all` measures all recorded sets.
 """
 UNKNOWN, CPU, GPU = "-", "cpu", "h200"
+MARKED_PAGES = ("README.md", "docs/verdicts.md")
 MARKED = re.compile(r"(<!-- measured:([\w-]+) -->).*?(<!-- /measured -->)", re.DOTALL)
 Machines = Mapping[str, Machine]
 
@@ -144,7 +145,7 @@ def minutes(name: str, scale: str) -> float | None:
     return (settings(name).get("minutes") or {}).get(scale)
 
 
-def write_readme(machines: Sequence[Machine], path: Path) -> Path:
+def write_marked(machines: Sequence[Machine], path: Path) -> Path:
     """Fill the markers of ``path``; `RowsError` where no function fills one, or its recorded rows are missing."""
     known = {machine.name: machine for machine in machines}
 
@@ -163,7 +164,7 @@ def write_readme(machines: Sequence[Machine], path: Path) -> Path:
 
 def recorded(machines: Machines) -> str:
     """Build a table of the verdicts on each machine."""
-    pages = {name: f"docs/results-{name}.md" for name in machines}
+    pages = {name: f"results-{name}.md" for name in machines}
     lines = [[f"{name}, by {one.whose}" if one.whose else name, total(one.verdicts), f"[{pages[name]}]({pages[name]})"]
              for name, one in machines.items()]  # fmt: skip
     return "\n".join(["\n", *markdown(("recorded on", "verdicts", "results"), lines), "\n"])
@@ -181,7 +182,7 @@ def claims(machines: Machines) -> str:
             name = chosen if chosen in ours else next(iter(ours), chosen)
             value = said(ours[name]) if name in ours else UNKNOWN
             cells.append([f"{id} {name.replace('_', ' ')}", _paper(id, name, theirs), value, marked(by_id[where][id])])
-        page = f"[{where}](docs/results-{where}.md#claims-that-carry-the-paper)"
+        page = f"[{where}](results-{where}.md#claims-that-carry-the-paper)"
         lines.append([one.text, *("<br>".join(column) for column in zip(*cells, strict=True)), page])
     head = ("the paper says", "claim", "paper", "ours", "verdict", "rows, figures")
     return "\n".join(["\n", *markdown(head, lines), "\n"])

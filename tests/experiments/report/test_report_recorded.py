@@ -11,7 +11,7 @@ from experiments.harness.schema import REPOSITORY
 from experiments.measure.records import write_rows
 from experiments.report.machines import machine_of
 from experiments.report.major import MAJOR
-from experiments.report.reproducing import GENERATED, MARKED, VALUES, claims, write_readme
+from experiments.report.reproducing import GENERATED, MARKED, MARKED_PAGES, VALUES, claims, write_marked
 from tests.experiments.report.report_rows import PAPER, decode_rows, operator_rows
 
 README = REPOSITORY / "README.md"
@@ -33,11 +33,11 @@ def test_markers_are_filled_from_rows_and_filled_again(cpu, tmp_path):
     machines = [replace(cpu, rows=cpu.rows.assign(older=[True, False])), replace(cpu, name="h200")]
     path = tmp_path / "A.md"
     path.write_text(f"a {OLDER} b\n<!-- measured:machines -->\nold\nolder\n<!-- /measured -->\nc", encoding="utf-8")
-    once = write_readme(machines, path).read_text(encoding="utf-8")
+    once = write_marked(machines, path).read_text(encoding="utf-8")
     said = "1 of 2 (50.0 %) on cpu, 2 of 2 (100.0 %) on h200"
     assert once.startswith(f"a {OLDER.replace('--><', f'-->{said}<')} b\n<!-- measured:machines -->\n\n| recorded on |")
     assert once.endswith("|\n\n<!-- /measured -->\nc")
-    assert write_readme(machines, path).read_text(encoding="utf-8") == once
+    assert write_marked(machines, path).read_text(encoding="utf-8") == once
 
 
 def test_every_major_claim_is_shown_with_the_papers_value_and_its_verdict(tmp_path):
@@ -51,9 +51,10 @@ def test_every_major_claim_is_shown_with_the_papers_value_and_its_verdict(tmp_pa
     assert "| C01 ratio | 1.27 | 1.2 | reproduced‡ | [cpu]" in lines[0], "what the GPU lacks is of the CPU"
 
 
-def test_every_function_fills_a_marker_of_the_readme_and_no_other_page_has_any():
+def test_every_function_fills_a_marker_of_two_pages_and_no_other_page_has_any():
     used = {path: {name for _, name, _ in MARKED.findall(path.read_text(encoding="utf-8"))} for path in PROSE}
-    assert used.pop(README) == set(VALUES)
+    filled = [used.pop(REPOSITORY / page) for page in MARKED_PAGES]
+    assert set.union(*filled) == set(VALUES)
     assert not any(used.values())
 
 
