@@ -22,6 +22,7 @@ from punica.serve.errors import RETRY_AFTER, ApiError, refused
 from punica.serve.forms import ChatForm, ChoiceStrings, CompletionForm, TextEvents, TokenStrings, event, usage
 from punica.serve.protocol import AnyBody, ChatBody, params_of, room_for
 from punica.serve.stepper import Piece
+from punica.serve.watch import parts_of
 
 Adapter = LoRARequest | Mixture | None
 _log = logging.getLogger(__name__)
@@ -215,8 +216,7 @@ def _reason(piece: Piece, adapter: Adapter) -> str | None:
 def _told(error: object, adapter: Adapter) -> str:
     """Return an error's text for a client, to whom the place of the adapter's folder is not told."""
     text = str(error)
-    parts = adapter.adapters if isinstance(adapter, Mixture) else [] if adapter is None else [adapter]
-    if not any(LOAD_ERROR in text or (one.tensors is None and one.absolute_path in text) for one in parts):
+    if not any(LOAD_ERROR in text or (one.tensors is None and one.absolute_path in text) for one in parts_of(adapter)):
         return text
     _log.warning("an adapter cannot be served: %s", text)
     name = clip(getattr(adapter, "lora_name", None))

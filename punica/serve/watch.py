@@ -8,11 +8,16 @@ import zlib
 from collections import deque
 from typing import Any
 
-from punica.engine import Engine, StepOutput
+from punica.engine import Engine, Mixture, StepOutput
+
+
+def parts_of(adapter: Any) -> list[Any]:
+    """Return the adapters of a request: none, one, or those of its mixture."""
+    return [*adapter.adapters] if isinstance(adapter, Mixture) else [] if adapter is None else [adapter]
 
 
 class Watch:
-    """Observer of an engine, in the thread that steps it. Adapters are ids, 0 for none; ``names`` alone has names."""
+    """Observer of an engine, in the thread that steps it. Adapters are ids; ``names`` alone has their names."""
 
     seconds = 3.0  # of recording after a question
 
@@ -31,9 +36,12 @@ class Watch:
             view["slots"] = [in_slots.get(slot, 0) for slot in range(manager.lora_slots)]
             loaded, pinned = manager.list_adapters(), manager.pinned_adapters
             view["loaded"] = {i: (lora.rank, manager.is_active(i), i in pinned) for i, lora in loaded.items()}
-            view["running"], view["waiting"] = ([one.adapter_id for one in part] for part in (running, waiting))
-            adapters = [*map(manager.request_of, loaded), *(one.adapter for one in (*running, *waiting))]
-            view["names"] = {one.lora_int_id: one.lora_name for one in adapters if one is not None}
+            names = {one.lora_int_id: one.lora_name for one in map(manager.request_of, loaded) if one is not None}
+            for state, requests in (("running", running), ("waiting", waiting)):
+                adapters = [one for request in requests for one in parts_of(request.adapter)]
+                view[state] = [one.lora_int_id for one in adapters]
+                names |= {one.lora_int_id: one.lora_name for one in adapters}
+            view["names"] = names
         if with_steps:
             now, self._engine.on_step = time.monotonic(), self._record
             self._until = now + self.seconds
@@ -41,19 +49,21 @@ class Watch:
         return view
 
     def _record(self, layout: Any, output: StepOutput) -> None:
-        """Keep a step that has ended, by its `StepLayout`: rows ``[request, adapter, rows, cached tokens, is prompt,
-        joins, reason of its end]``, and segments ``[adapter, rows, slot]`` as SGMV has them.
+        """Keep a step that has ended, by its `StepLayout`: rows ``[request, adapters, rows, cached tokens, is prompt,
+        joins, reason of its end]``, and segments ``[adapters, rows, slot]`` as SGMV has them.
         """
         if time.monotonic() > self._until:
             self._engine.on_step = None
             self._steps.clear()
             return
         self._num_steps, self._num_tokens = self._num_steps + 1, self._num_tokens + len(output.tokens)
-        rows, in_slots = [], {}
+        rows, in_slots = [], {-1: list[int]()}
         for request, span, slot in zip(layout.requests, layout.spans, layout.sampled_slots, strict=True):
-            name, in_slots[slot] = f"{zlib.crc32(request.request_id.encode()):08x}", request.adapter_id
+            name, adapters = f"{zlib.crc32(request.request_id.encode()):08x}", parts_of(request.adapter)
+            ids = [one.lora_int_id for one in adapters]
+            in_slots.setdefault(slot, ids)
             is_prompt, sizes = span.start < layout.num_prefill_rows, (span.length, span.kv_length)
             joins = is_prompt and span.kv_length - span.length == request.hit
-            rows.append((name, request.adapter_id, *sizes, is_prompt, joins, request.finish_reason))
-        segments = [(in_slots.get(slot, 0), length, slot) for slot, length in layout.segments]
+            rows.append((name, ids, *sizes, is_prompt, joins, request.finish_reason))
+        segments = [(in_slots[slot], length, slot) for slot, length in layout.segments]
         self._steps.append({"number": self._num_steps, "rows": rows, "segments": segments})

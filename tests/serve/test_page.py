@@ -35,11 +35,16 @@ def test_a_watched_step_has_the_rows_and_segments_of_its_layout(world: Any) -> N
     view = watch.view(True)
     assert (view["num_steps"], view["num_tokens"], len(view["steps"])) == (5, 8, 5)
     assert [row[1:] for row in view["steps"][2]["rows"]] == [
-        (2, 5, 5, True, True, None), (1, 1, 6, False, False, "length"), (2, 1, 7, False, False, "length"),
+        ([2], 5, 5, True, True, None), ([1], 1, 6, False, False, "length"), ([2], 1, 7, False, False, "length"),
     ]  # fmt: skip
     assert [step["segments"] for step in view["steps"][1:4]] == [
-        [(1, 5, 0), (2, 1, 1)], [(2, 5, 1), (1, 1, 0), (2, 1, 1)], [(2, 1, 1)],
+        [([1], 5, 0), ([2], 1, 1)], [([2], 5, 1), ([1], 1, 0), ([2], 1, 1)], [([2], 1, 1)],
     ]  # fmt: skip
+    mixed = engine.add_request(Request("d", [7] * 5, 2, {one: 0.5 for one in world.adapters[:2]}))
+    assert watch.view(True)["waiting"] == [1, 2]
+    engine.generate([[1]], None, 2)
+    assert mixed.has_ended
+    assert watch.view(True)["steps"][-2]["segments"] == [([], 1, -1), ([1, 2], 1, -2)]
     watch._until = 0.0
     engine.generate([[1]], None, 2)
     assert engine.on_step is None
