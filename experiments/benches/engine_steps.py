@@ -101,12 +101,14 @@ class EngineSteps:
 
     @classmethod
     def of_llama(
-        cls, model: ModelConf, rank: int, batch_size: int, longest: int, device: str, **switches: Any
-    ) -> "EngineSteps":
+        cls, model: ModelConf, rank: int, batch_size: int, longest: int, device: str,
+        fp8_weights: bool = False, fp8_slots: bool = False, **switches: Any,
+    ) -> "EngineSteps":  # fmt: skip
         """Build one for a Llama with random weights; `switches`: fields of `EngineConfig`."""
-        llama = random_llama(model, device)
+        llama = random_llama(model, device, fp8_weights=fp8_weights)
         adapter = random_adapter(1, llama.config, rank, 0, dtype=llama.lm_head.weight.dtype)
-        return cls(llama, rank, batch_size, longest, lambda _: adapter, switches)
+        slots = {"fp8": "float8_e4m3fn"} if fp8_slots else {}
+        return cls(llama, rank, batch_size, longest, lambda _: adapter, switches, **slots)
 
     def begin(self, shape: StepShape) -> None:
         """Run nothing but the decoding requests of `shape`, for fewer than `ROOM` steps."""

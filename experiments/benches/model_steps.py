@@ -42,9 +42,9 @@ def llama_config(model: ModelConf, layers: int | None = None) -> LlamaConfig:
     )
 
 
-def random_llama(model: ModelConf, device: str, layers: int | None = None) -> LlamaForCausalLM:
+def random_llama(model: ModelConf, device: str, layers: int | None = None, **form: bool) -> LlamaForCausalLM:
     """A Llama with random weights (seed 0), as in the paper: speed does not depend on them."""
-    llama = LlamaForCausalLM(llama_config(model, layers), dtype=getattr(torch, model.dtype.name), device=device)
+    llama = LlamaForCausalLM(llama_config(model, layers), getattr(torch, model.dtype.name), device, **form)
     llama.init_random_weights(0)
     return llama
 

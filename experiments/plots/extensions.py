@@ -86,6 +86,20 @@ def draw_prefix_cache(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     return _drawn(rows, "Adapters that continue a context", column, labels, x_label="tokens of context")
 
 
+def draw_price_of_lora(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """Step, what adapters add to it and their share of it over requests, a column per form of weights and cache."""
+
+    def column(mine: pd.DataFrame, *axes: Axes) -> None:
+        for axis, metric in zip(axes, ("step_latency", "added_latency", "share_of_step"), strict=True):
+            _fill(axis, _by(mine, metric), mine[mine["metric"] == metric], log=metric == "step_latency")
+        for name, line in _by(mine, FLOOR).items():
+            label = "bytes / bandwidth of a copy" if name == "no adapter" else "_"
+            axes[0].plot(line.index, line, label=label, **style.FLOOR | {"color": style.look(name).colour})
+
+    labels = "step (ms)", "added by\nLoRA (ms)", "LoRA's share\nof a step (%)"
+    return _drawn(rows, "The price of LoRA on cheaper bases", column, labels, x_label="requests")
+
+
 def _drawn(
     rows: pd.DataFrame, title: str, column: Callable[..., None], labels: Any, by: str = "panel",
     x_label: str = "batch size",

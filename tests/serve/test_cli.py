@@ -71,19 +71,21 @@ def test_arguments_become_settings_and_an_engine_that_is_summed_up(
     settings, engine = built(
         str(world.checkpoint), "--adapter", f"sql={world.adapters[1].absolute_path}", "--allow-folder", str(tmp_path),
         "--max-queue=3", "--max-body=99", "--max-model-len=32", "--max-batch-size=2", "--max-loras=2", f"@{keys}",
+        "--weights=fp8",
     )  # fmt: skip
     assert (settings.base, settings.max_queue, settings.max_body) == ("tiny", 3, 99)
     assert settings.roots == (tmp_path.resolve(),)
     assert (settings.keys.api_key, dict(settings.keys.adapter_keys)) == ("a=b", {"sql": "c"})
     assert (engine.config.max_model_len, engine.config.max_batch_size, engine.manager.lora_slots) == (32, 2, 2)
+    assert engine.runner.model.model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
     assert list(engine.manager.list_adapters()) == [settings.adapters[0].lora_int_id]
     *lines, summary = capsys.readouterr().err.splitlines()
     assert lines[-1] == "loading adapters: 1 of 1 adapters"
     assert lines[0].startswith("loading weights: 1 of ")
     for part in (
-        f"tiny: adapters: 1, slots: 2 of rank {engine.manager.lora_config.max_lora_rank}", "dtype: float32",
-        "device: CPU", "context: 32 tokens", f"threads: {torch.get_num_threads()}", "batch: 2 requests",
-        "KV cache: 64 tokens",
+        f"tiny: adapters: 1, slots: 2 of rank {engine.manager.lora_config.max_lora_rank}",
+        "dtype: float32, weights: fp8", "device: CPU", "context: 32 tokens", f"threads: {torch.get_num_threads()}",
+        "batch: 2 requests", "KV cache: 64 tokens",
     ):  # fmt: skip
         assert part in summary
 
@@ -102,13 +104,6 @@ def test_a_post_that_offers_http_2_keeps_its_body(world: Any) -> None:
 def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> None:
     _, engine = built(str(world.checkpoint), "--allow-folder", str(tmp_path), "--max-batch-size=2")
     assert engine.manager.lora_config.max_lora_rank == 16
-
-
-def test_weights_in_fp8(world: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    _, engine = built(str(world.checkpoint), "--weights=fp8", "--max-batch-size=2")
-    assert engine.runner.model.model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
-    assert ", dtype: float32, weights: fp8, " in capsys.readouterr().err
-    assert not built(str(world.checkpoint), "--max-batch-size=2")[1].runner.model.config.fp8_weights
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""Extension: the price of LoRA on a base that is read in fewer bytes.
+
+Claim: none of the paper's, whose base has 16 bits. Expected shape: with weights and cache in FP8 a step reads half the
+bytes and the adapters' are what they were, so their share about doubles; adapters in FP8 win it back.
+
+An engine decodes `batch_size` requests of `context` tokens over each of `BASES`, the panels; its systems take turns.
+The last has slots in FP8. `added_latency` is to the step without adapters of the same engine, `floor` the time of the
+bytes that must move at the measured bandwidth of a large copy. Weights are random: quality is not judged. A CPU
+dequantises weights in each step. Cost at scale=laptop: 20 seconds on two cores, 3 GB (expected).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, cast
+
+from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
+from experiments.harness.points import model_settings
+from experiments.harness.schema import Count, Counts, ModelConf
+
+BASES = {"plain": (False, False), "FP8 weights": (True, False), "FP8 cache": (False, True), "FP8 both": (True, True)}
+"""Panel -> whether weights of linear layers, and keys and values, are in FP8 instead of the model's dtype."""
+NONE, ONE, EACH, FP8_EACH = "no adapter", "one adapter", "one each", "one each, FP8"
+
+
+class PriceConf(FigureConf):
+    """Names of `BASES`, requests of a step, and tokens of each; by scale, in `sizes`."""
+
+    bases: list[str]
+    batch_sizes: Counts
+    context: Count
+    sizes: dict[str, Any]
+
+
+class PriceOfLora(Experiment):
+    """Step and added time by base (the panels), requests and adapters."""
+
+    name, figure, order, conf = "ext_price_of_lora", "ext price of lora", 247, PriceConf
+    reads = ("model", "adapters.ranks", *PROTOCOL)
+    clock, differing, drawn_by = "host_clock", ("system",), "extensions.draw_price_of_lora"
+
+    def points(self, cfg: Config) -> list[Point]:
+        figure, rank, model = cast(PriceConf, cfg.figure), cfg.adapters.ranks[0], model_settings(cfg.model)
+        return [
+            Point(base, system, "", model["name"], batch, figure.context, rank, {"model": model, "fp8_adapters": fp8})
+            for base in figure.bases
+            for fp8 in (False, True)  # an engine each
+            for batch in figure.batch_sizes
+            for system in cfg.system.names
+            if (system == FP8_EACH) == fp8
+        ]
+
+    def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
+        from experiments.benches.engine_steps import StepShape, turns
+        from experiments.benches.operators import protocol
+        from experiments.benches.step_parts import IN_A_ROW, copy_bandwidth
+
+        bench, bandwidth = self._bench(cfg, points[0]), copy_bandwidth(cfg.hardware.device)
+        batch, context = cast(int, points[0].batch_size), cast(int, points[0].seq_len)
+        samples: dict[str, list[float]] = {system: [] for system in (NONE, *(point.system for point in points))}
+        for _ in turns(len(samples), IN_A_ROW, protocol(cfg)):
+            for system, own in samples.items():
+                bench.settle(StepShape(batch, context, 0, _adapters(system, batch)))
+                own += [1e3 * bench.step().seconds for _ in range(IN_A_ROW)]
+        found = []
+        for point in points:
+            own, moved = samples[point.system], bytes_moved(cfg.model, point)
+            added = [mine - plain for mine, plain in zip(own, samples[NONE], strict=True)]
+            share = Reading("share_of_step", 100 * median(added) / median(own), "percent")
+            price = [] if point.system == NONE else [*sampled("added_latency", added, "ms"), share]
+            floor = Reading("bytes_moved", moved, "byte"), Reading("floor", 1e3 * moved / bandwidth, "ms")
+            found.append([*sampled("step_latency", own, "ms"), *price, *floor])
+        return found
+
+    def _bench(self, cfg: Config, point: Point) -> Any:
+        from experiments.benches.engine_steps import EngineSteps, StepShape, check_adapters_matter
+
+        most, context, rank = max(cast(PriceConf, cfg.figure).batch_sizes), cast(int, point.seq_len), point.rank
+        (weights, cache), slots = BASES[point.panel], point.settings["fp8_adapters"]
+
+        def checked() -> EngineSteps:
+            place: Any = (cfg.model, rank, most, context, cfg.hardware.device)
+            bench = EngineSteps.of_llama(*place, weights, slots, fp8_kv_cache=cache)
+            check_adapters_matter(bench, [StepShape(most, context, 0, _adapters(name, most)) for name in (NONE, EACH)])
+            return bench
+
+        return self.kept((cfg.model.name, point.panel, slots, rank, most, context), checked)
+
+
+def _adapters(system: str, batch: int) -> tuple[int, ...]:
+    return {NONE: (0,) * batch, ONE: (1,) * batch}.get(system, tuple(range(1, batch + 1)))
+
+
+def bytes_moved(model: ModelConf, point: Point) -> int:
+    """Bytes that a step must read, without the embedding; in FP8 one per element, and four per row of a matrix."""
+    (fp8_weights, fp8_cache), rank, wide = BASES[point.panel], cast(int, point.rank), model.dtype.bytes
+    batch, context, layers = cast(int, point.batch_size), cast(int, point.seq_len), model.num_hidden_layers
+    rows = layers * (3 * model.hidden_size + 2 * model.intermediate_size) + model.kv_elements()
+    others = (model.vocab_size + 2 * layers + 1) * model.hidden_size  # head and norms
+    linear = model.backbone_parameters() - model.vocab_size * model.hidden_size - others
+    base = wide * others + (linear + 4 * rows if fp8_weights else wide * linear)
+    each, adapters = model.lora_parameters(rank), len({*_adapters(point.system, batch)} - {0})
+    each = each + 4 * (rows + 7 * layers * rank) if point.system == FP8_EACH else wide * each
+    return base + batch * context * model.kv_elements() * (1 if fp8_cache else wide) + each * adapters
+
+
+EXPERIMENT = PriceOfLora()
+
+if __name__ == "__main__":
+    main(EXPERIMENT)
