@@ -76,12 +76,12 @@ class PriceOfLora(Experiment):
     def _bench(self, cfg: Config, point: Point) -> Any:
         from experiments.benches.engine_steps import EngineSteps, StepShape, check_adapters_matter
 
-        most, context, rank = max(cast(PriceConf, cfg.figure).batch_sizes), cast(int, point.seq_len), point.rank
-        (weights, cache), slots = BASES[point.panel], point.settings["fp8_adapters"]
+        most, context = max(cast(PriceConf, cfg.figure).batch_sizes), cast(int, point.seq_len)
+        (weights, cache), slots, rank = BASES[point.panel], point.settings["fp8_adapters"], cast(int, point.rank)
 
         def checked() -> EngineSteps:
-            place: Any = (cfg.model, rank, most, context, cfg.hardware.device)
-            bench = EngineSteps.of_llama(*place, weights, slots, fp8_kv_cache=cache)
+            form: Any = {"fp8_weights": weights, "fp8_slots": slots, "fp8_kv_cache": cache}
+            bench = EngineSteps.of_llama(cfg.model, rank, most, context, cfg.hardware.device, **form)
             check_adapters_matter(bench, [StepShape(most, context, 0, _adapters(name, most)) for name in (NONE, EACH)])
             return bench
 

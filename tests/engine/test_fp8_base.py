@@ -45,9 +45,8 @@ def on_rank(rank: int, backbone: Backbone, wishes: list[Wish]) -> list[list[int]
 
 @pytest.mark.slow
 def test_two_ranks_generate_what_one_generates(backbone, mixed_wishes) -> None:
-    wishes = mixed_wishes[1:4]
-    alone = on_rank(0, backbone, wishes)
-    assert spawn_tensor_parallel(on_rank, 2, backbone, wishes, backend="gloo") == [alone] * 2
+    given = backbone, mixed_wishes[1:3]
+    assert spawn_tensor_parallel(on_rank, 2, *given, backend="gloo") == [on_rank(0, *given)] * 2
 
 
 @pytest.mark.gpu

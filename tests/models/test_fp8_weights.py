@@ -26,10 +26,10 @@ def linears(model: LlamaForCausalLM) -> list[LinearBase]:
 
 def both(config: Any, dtype: torch.dtype) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
     """Models with the same random weights, in FP8 and not."""
-    models = LlamaForCausalLM(config, dtype, fp8_weights=True), LlamaForCausalLM(config, dtype)
-    for model in models:
-        model.init_random_weights(5)
-    return models
+    narrow, plain = LlamaForCausalLM(config, dtype, fp8_weights=True), LlamaForCausalLM(config, dtype)
+    narrow.init_random_weights(5)
+    plain.init_random_weights(5)
+    return narrow, plain
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -42,8 +42,7 @@ def test_logits_are_those_of_the_dequantised_weights_and_near_the_models(name: s
         assert torch.equal(low.weight.view(torch.uint8), values.view(torch.uint8))
         assert torch.equal(low.weight_scale, scale)
         full.weight.data = dequantize(values, scale).to(dtype)
-    found = logits_of(narrow, IDS)
-    assert torch.equal(found, logits_of(plain, IDS))
+    assert torch.equal(found := logits_of(narrow, IDS), logits_of(plain, IDS))
     assert 0 < (found.double() - logits).norm() / logits.norm() < MOST_ERROR
     assert narrow.lm_head.weight.dtype == narrow.model.embed_tokens.weight.dtype == dtype
 

@@ -1,6 +1,4 @@
-"""A projection of few rows: every form computes x @ weight^T + bias, whatever the sizes, layouts and splits; and with a
-weight in FP8 and scales of its rows.
-"""
+"""A projection of few rows: every form computes x @ weight^T + bias, for all sizes, layouts and splits; in FP8 too."""
 
 import itertools
 from typing import Any
