@@ -26,22 +26,22 @@ class Watch:
         self._steps: deque[dict[str, Any]] = deque(maxlen=32)
 
     def view(self, with_steps: bool) -> dict[str, Any]:
-        """Return requests, KV blocks, slots and loaded adapters; with ``with_steps`` also the last steps."""
+        """Return requests, KV blocks and slots; ``with_steps``: the last steps, else all adapters in memory and use."""
         scheduler, blocks, manager = self._engine.scheduler, self._engine.blocks, self._engine.manager
         running, waiting = [*scheduler.leaving, *scheduler.running], scheduler.waiting
         view: dict[str, Any] = {"num_running": len(running), "num_waiting": len(waiting)}
         view |= {"num_blocks": blocks.num_blocks, "num_free": blocks.num_free, "block_size": blocks.block_size}
         if manager is not None:
-            in_slots = {loaded.slot: loaded.lora.id for loaded in manager.active_versions()}
+            parts = [[one for request in part for one in parts_of(request.adapter)] for part in (running, waiting)]
+            active = manager.active_versions()
+            in_slots, known = {one.slot: one.lora.id for one in active}, [*parts[0], *(one.request for one in active)]
             view["slots"] = [in_slots.get(slot, 0) for slot in range(manager.lora_slots)]
-            loaded, pinned = manager.list_adapters(), manager.pinned_adapters
-            view["loaded"] = {i: (lora.rank, manager.is_active(i), i in pinned) for i, lora in loaded.items()}
-            names = {one.lora_int_id: one.lora_name for one in map(manager.request_of, loaded) if one is not None}
-            for state, requests in (("running", running), ("waiting", waiting)):
-                adapters = [one for request in requests for one in parts_of(request.adapter)]
-                view[state] = [one.lora_int_id for one in adapters]
-                names |= {one.lora_int_id: one.lora_name for one in adapters}
-            view["names"] = names
+            if not with_steps:
+                loaded, pinned = manager.list_adapters(), manager.pinned_adapters
+                view["loaded"] = {i: (lora.rank, manager.is_active(i), i in pinned) for i, lora in loaded.items()}
+                view["running"], view["waiting"] = ([one.lora_int_id for one in part] for part in parts)
+                known += [*parts[1], *map(manager.request_of, loaded)]
+            view["names"] = {one.lora_int_id: one.lora_name for one in known if one is not None}
         if with_steps:
             now, self._engine.on_step = time.monotonic(), self._record
             self._until = now + self.seconds

@@ -41,7 +41,7 @@ def test_a_watched_step_has_the_rows_and_segments_of_its_layout(world: Any) -> N
         [([1], 5, 0), ([2], 1, 1)], [([2], 5, 1), ([1], 1, 0), ([2], 1, 1)], [([2], 1, 1)],
     ]  # fmt: skip
     mixed = engine.add_request(Request("d", [7] * 5, 2, {one: 0.5 for one in world.adapters[:2]}))
-    assert watch.view(True)["waiting"] == [1, 2]
+    assert watch.view(False)["waiting"] == [1, 2]
     engine.generate([[1]], None, 2)
     assert mixed.has_ended
     assert watch.view(True)["steps"][-2]["segments"] == [([], 1, -1), ([1, 2], 1, -2)]

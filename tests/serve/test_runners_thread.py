@@ -176,6 +176,8 @@ def test_an_idle_runner_that_dies_is_noticed_and_replaced(client: Any, cluster: 
     assert len(complete(client)) == 1
     assert value(client, "punica_runners_ready") == 1
     assert 'punica_runner_requests{runner="runner-0001"}' not in client.get("/metrics").text
+    assert value(client, 'vllm:num_requests_waiting{engine="0",model_name="tiny"}') == 0
+    assert client.get("/steps").json().items() >= {"num_running": 0, "num_waiting": 0, "model": "tiny"}.items()
 
 
 def test_a_runner_that_hangs_is_killed_and_its_requests_continue(
