@@ -227,6 +227,8 @@ def _check_follows(engine: Engine) -> None:
         )
     if config.prefix_cache:
         raise ValueError("the engine has a prefix cache, whose blocks the scheduler cannot count; leave it out")
+    if config.speculate:
+        raise ValueError("the engine has speculate, the scheduler counts one token of a request a step; leave it out")
     if manager is not None and manager.lora_slots < config.max_batch_size:
         raise ValueError(
             f"the engine has {manager.lora_slots} adapter slots (max_loras) for batches of {config.max_batch_size}: a "

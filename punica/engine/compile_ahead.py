@@ -64,7 +64,7 @@ def parser() -> ArgumentParser:
     for name, meaning in (
         ("max-loras", "adapter slots"), ("max-lora-rank", "largest rank"), ("max-model-len", "tokens of one request"),
         ("max-batch-size", "requests of one step"), ("block-size", "tokens of a KV block"),
-        ("prefill-chunk", "rows of prompts in one step"),
+        ("prefill-chunk", "rows of prompts in one step"), ("speculate", "drafts of a request in one step"),
     ):  # fmt: skip
         made.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}, as Engine.from_pretrained")
     made.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")

@@ -11,7 +11,7 @@ from punica.adapters.wrap import slots_need
 from punica.checks import check_count, clip
 from punica.config import LoRAConfig
 from punica.engine.attention import KVCache, cache_need, token_bytes
-from punica.engine.cuda_graph import decode_sizes, prompt_sizes
+from punica.engine.cuda_graph import decode_sizes, prompt_sizes, verify_sizes
 from punica.models import LlamaForCausalLM
 from punica.models.families import loading_advice
 from punica.ops.quant import E4M3
@@ -27,6 +27,8 @@ from punica.scheduling import ADAPTER_INDEX_RULES, AdmissionRule, BlockManager, 
 
 DEFAULT_MODEL_LEN = 8192
 """Default of ``max_model_len``; step buffers grow with it."""
+MOST_DRAFTS = 31
+"""Most drafts of a request in one step; a step's logits grow with them."""
 # Of one graph: some ten kernels a layer, each with up to 4 KB of arguments, for 32 to 80 layers. An estimate:
 # EngineMemory.graphs is what an engine really took.
 _GRAPH_BYTES = 2 << 20
@@ -56,6 +58,9 @@ class EngineConfig:
             may differ from the model's.
         prefill_chunk: most rows of prompts in a step, for the admission rule ``"chunked"``; ``None`` for other rules,
             under which a prompt is computed in one step.
+        speculate: most draft tokens of a request in one step (`punica.engine.speculation`); 0: none. Tokens are those
+            without, as far as rounding allows: rows of a step with drafts are computed as those of prompts. The next
+            step waits for their tokens, so the host's work for it is beside no other.
         prefix_cache: requests take the keys and values of their first tokens from others with the same tokens, adapter
             content and ``cache_salt``, as far as these are still in the KV cache.
         adapter_templates: chats with an adapter are rendered by the template in its folder, if it has one, in the
@@ -76,6 +81,7 @@ class EngineConfig:
     prefix_cache: bool = False
     adapter_templates: bool = False
     seed: int = 0
+    speculate: int = 0
 
     def __post_init__(self) -> None:
         def put(name: str, lowest: int = 1, meaning: str = "") -> None:
@@ -85,6 +91,13 @@ class EngineConfig:
         put("block_size")
         put("max_model_len", 2, "one prompt token and one new token")
         put("seed", 0)
+        put("speculate", 0)
+        if self.speculate > MOST_DRAFTS:
+            raise ValueError(f"speculate is {clip(self.speculate)}, must be at most {MOST_DRAFTS} drafts of a request")
+        if self.speculate and self.batch_invariant:
+            raise ValueError("speculate needs batch_invariant=False: bits of a row would depend on drafts beside it")
+        if self.speculate and self.adapter_index_rule != "per_request":
+            raise ValueError("speculate needs adapter_index_rule='per_request', which alone gives a request its tokens")
         for name in ("num_blocks", "prefill_chunk"):
             if getattr(self, name) is not None:
                 put(name)
@@ -107,13 +120,13 @@ class EngineConfig:
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Most token rows in one step: the longest prompt, or the rows for prompts, beside a full batch."""
-        return (self.prefill_chunk or self.max_model_len) + self.max_batch_size
+        """Most token rows in one step: the longest prompt, or the rows for prompts, beside a full batch and drafts."""
+        return (self.prefill_chunk or self.max_model_len) + self.max_batch_size * (1 + self.speculate)
 
     @property
     def caches_prompts(self) -> bool:
-        """Rows of a prompt may follow cached tokens."""
-        return self.prefix_cache or self.prefill_chunk is not None
+        """Rows of a prompt, or of drafts, may follow cached tokens."""
+        return self.prefix_cache or self.prefill_chunk is not None or self.speculate > 0
 
     @property
     def prompt_grain(self) -> int:
@@ -250,9 +263,12 @@ def graph_reserve(model: LlamaForCausalLM, config: EngineConfig) -> int:
     inner = getattr(sizes, "moe_intermediate_size", None) or sizes.intermediate_size
     inner *= getattr(sizes, "num_experts_per_tok", None) or 1
     decodes, prompts = decode_sizes(config.max_batch_size), prompt_sizes(config.max_num_batched_tokens)
-    elements = (prompts[-1] + decodes[-1]) * (4 * sizes.hidden_size + 3 * inner) + 2 * decodes[-1] * sizes.vocab_size
+    verifies = verify_sizes(config.max_batch_size, config.speculate)
+    elements = (prompts[-1] + decodes[-1]) * (4 * sizes.hidden_size + 3 * inner)
+    elements += 2 * max(decodes[-1], verifies[-1]) * sizes.vocab_size
     elements += min(MOST_DEQUANTISED, max((one.numel() for one in model.parameters() if one.dtype == E4M3), default=0))
-    graphs = 7 * len(decodes) + 10 * len(prompts)  # each with LoRA again for adapters of embedding or head
+    # each with LoRA again for adapters of embedding or head
+    graphs = 7 * (len(decodes) + len(verifies) - 1) + 10 * len(prompts)
     return elements * model.lm_head.weight.element_size() + graphs * _GRAPH_BYTES
 
 

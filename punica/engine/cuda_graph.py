@@ -4,6 +4,7 @@ A step of a 7B model has several hundred kernels, which the host launches more s
 replays them all. It is captured for a shape, to which steps are padded:
 
 * rows of prompts: none, or one of `prompt_sizes`; padding rows write nothing and their outputs are not read;
+* of a step with drafts all rows count as those of prompts; without a prompt they are one of `verify_sizes`;
 * decode rows: one of `decode_sizes`; with a prompt the largest, as a few more rows cost nothing there;
 * adapters, which select the LoRA kernels: the first of `captured_adapters` that is enough, 0 for no LoRA kernels;
 * vocabulary: LoRA kernels of embedding and head, which few adapters need.
@@ -42,6 +43,8 @@ class StepResult(NamedTuple):
 class GraphShape(NamedTuple):
     """Shape of a captured step; ``adapters``: distinct ones of decode rows, 0 if no row of the step has one; ``mixed``:
     most of one row, 0 without mixtures.
+
+    ``verifies``: a step with drafts and without prompts, all of whose rows are sampled.
     """
 
     prompt_rows: int
@@ -49,6 +52,11 @@ class GraphShape(NamedTuple):
     adapters: int
     vocabulary: bool = False
     mixed: int = 0
+    verifies: bool = False
+
+    @property
+    def samples_all(self) -> bool:
+        return self.verifies or not self.prompt_rows
 
 
 @dataclass
@@ -65,24 +73,30 @@ class CaptureStatistics:
 
 
 class StepShapes:
-    """Shapes that steps are padded to; ``max_loras``: slots, 0 without LoRA."""
+    """Shapes that steps are padded to; ``max_loras``: slots, 0 without LoRA; ``drafts``: most of a request."""
 
-    def __init__(self, max_batch_size: int, max_prompt_rows: int, max_loras: int) -> None:
-        self._max_loras = max_loras
+    def __init__(self, max_batch_size: int, max_prompt_rows: int, max_loras: int, drafts: int = 0) -> None:
+        self._max_loras, self._verify_sizes = max_loras, verify_sizes(max_batch_size, drafts)[1:]
         self._decode_sizes, self._prompt_sizes = decode_sizes(max_batch_size), prompt_sizes(max_prompt_rows)
 
-    def of(self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool, vocabulary: bool) -> GraphShape:
-        """Return the smallest shape for a step with ``adapters`` distinct ones in decode rows.
+    def of(
+        self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool, vocabulary: bool,
+        verifies: bool = False,
+    ) -> GraphShape:  # fmt: skip
+        """Return the smallest shape for a step with ``adapters`` distinct ones in decode rows, or with drafts.
 
         ``uses_lora``: any row has one; ``vocabulary``: any row has one for embedding or head.
         """
-        if prompt_rows:
+        if verifies:
+            prompt_rows = _at_least(prompt_rows, self._verify_sizes)
+        elif prompt_rows:
             prompt_rows = _at_least(prompt_rows, self._prompt_sizes)
             decode_rows = self._decode_sizes[-1] if decode_rows else 0
         else:
             decode_rows = _at_least(decode_rows, self._decode_sizes)
-        adapters = _at_least(adapters, self._counts(decode_rows)) if uses_lora else 0
-        return GraphShape(prompt_rows, decode_rows, adapters, vocabulary and adapters > 0)
+        counts = self._counts(prompt_rows if verifies else decode_rows)
+        adapters = _at_least(adapters, counts) if uses_lora else 0
+        return GraphShape(prompt_rows, decode_rows, adapters, vocabulary and adapters > 0, verifies=verifies)
 
     def up_to(self, prompt_rows: int, *, vocabulary: bool) -> list[GraphShape]:
         """List the shapes of all steps with up to ``prompt_rows`` rows of prompts, the largest first to share memory.
@@ -90,17 +104,18 @@ class StepShapes:
         ``vocabulary`` adds those for adapters of embedding and head.
         """
         prompts = self._prompt_sizes[: bisect.bisect_left(self._prompt_sizes, prompt_rows) + 1] if prompt_rows else []
-        rows = [(size, decodes) for size in reversed(prompts) for decodes in (self._decode_sizes[-1], 0)]
-        rows += [(0, decodes) for decodes in reversed(self._decode_sizes)]
+        rows = [(size, decodes, decodes) for size in reversed(prompts) for decodes in (self._decode_sizes[-1], 0)]
+        rows += [(size, 0, size) for size in reversed(self._verify_sizes)]
+        rows += [(0, decodes, decodes) for decodes in reversed(self._decode_sizes)]
         return [
-            GraphShape(*pair, count, ends)
-            for pair in rows
-            for count in ((*reversed(self._counts(pair[1])), 0) if self._max_loras else (0,))
+            GraphShape(prompt_rows, decodes, count, ends, verifies=prompt_rows == of_adapters)
+            for prompt_rows, decodes, of_adapters in rows
+            for count in ((*reversed(self._counts(of_adapters)), 0) if self._max_loras else (0,))
             for ends in ((True, False) if vocabulary and count else (False,))
         ]
 
     def _counts(self, rows: int) -> list[int]:
-        return captured_adapters(rows, self._max_loras) or [1]
+        return captured_adapters(min(rows, self._decode_sizes[-1]), self._max_loras) or [1]
 
 
 class _Captured(NamedTuple):
@@ -145,7 +160,7 @@ class StepGraphs:
         """
         if shape in self._captured or shape in self._refused:
             return shape in self._captured
-        what = "the shape of a captured step (prompt rows, decode rows, adapters, vocabulary, mixed)"
+        what = "the shape of a captured step (prompt rows, decode rows, adapters, vocabulary, mixed, verifies)"
         check_same_on_all_ranks(what, shape)
         try:
             self._captured[shape] = self._capture(shape)
@@ -227,6 +242,15 @@ def prompt_sizes(max_rows: int) -> list[int]:
     while sizes[-1] < max_rows:
         sizes.append(sizes[-1] + (1 << max(6, sizes[-1].bit_length() - 4)))
     return sizes[1:]
+
+
+def verify_sizes(max_batch_size: int, drafts: int) -> list[int]:
+    """List the captured numbers of rows of steps with drafts, after a 0: as of decode rows to 64, then multiples of 32.
+
+    ``drafts``: most of a request; 0: no such steps.
+    """
+    rows = max_batch_size * (1 + drafts)
+    return [0, *decode_sizes(min(rows, 64))[1:], *range(96, rows + 32, 32)] if drafts else [0]
 
 
 def _at_least(wanted: int, sizes: list[int]) -> int:

@@ -36,7 +36,7 @@ from punica.engine.requests import (
 )
 from punica.engine.residency import AdapterResidency
 from punica.engine.runner import ModelRunner, StepTokens, max_step_rows
-from punica.engine.sampler import NO_TOKEN, no_token_error
+from punica.engine.sampler import NO_TOKEN
 from punica.engine.text import TextCodec
 from punica.models import LlamaForCausalLM
 from punica.parallel import (
@@ -117,7 +117,7 @@ class Engine(Generation):
         self.runner = ModelRunner(model, cache, self.manager, config)
         max_adapters = None if self.manager is None else self.manager.lora_slots
         sizes = config.max_batch_size, max_tokens, max_adapters, config.prefill_chunk, config.prompt_grain
-        self.scheduler = Scheduler(rule, self.blocks, *sizes)
+        self.scheduler = Scheduler(rule, self.blocks, *sizes, most_drafts=config.speculate)
         if self._residency is not None:
             if config.prefix_cache:
                 self.scheduler.key_of = self._residency.prefix_key
@@ -141,8 +141,8 @@ class Engine(Generation):
         max_model_len: int | None = None, memory_fraction: float = 0.9, max_batch_size: int = 32, block_size: int = 16,
         num_blocks: int | None = None, fp8_weights: bool = False, fp8_kv_cache: bool = False, cuda_graphs: bool = True,
         batch_invariant: bool = False, prefill_chunk: int | None = None, prefix_cache: bool = False,
-        adapter_templates: bool = False, seed: int = 0, admission: str = "fcfs", warm_up: bool | None = None,
-        **lora: Any,
+        adapter_templates: bool = False, seed: int = 0, speculate: int = 0, admission: str = "fcfs",
+        warm_up: bool | None = None, **lora: Any,
     ) -> "Engine":  # fmt: skip
         """Build an engine for the checkpoint in ``folder`` (nothing is downloaded), and load ``adapters``.
 
@@ -158,7 +158,7 @@ class Engine(Generation):
                 8192, and what the cache holds.
             memory_fraction: fraction of the memory free after loading weights for slots and cache; less on a GPU if
                 CUDA graphs would not fit beside them.
-            max_batch_size to seed: as in :class:`EngineConfig`; ``num_blocks=None``: full length for all, or what fits.
+            max_batch_size to speculate: as in :class:`EngineConfig`; ``num_blocks=None``: full length, or what fits.
             warm_up: as in :class:`Engine`.
             lora: fields of a :class:`LoRAConfig`. Defaults: ``max_lora_rank`` of the widest adapter, ``max_loras`` the
                 number of adapters, at most ``max_batch_size + 1``. Without adapters and fields: no LoRA layers.
@@ -173,7 +173,7 @@ class Engine(Generation):
             "max_batch_size": max_batch_size, "block_size": block_size, "num_blocks": num_blocks,
             "fp8_kv_cache": fp8_kv_cache, "cuda_graphs": cuda_graphs, "batch_invariant": batch_invariant,
             "prefill_chunk": prefill_chunk, "prefix_cache": prefix_cache, "adapter_templates": adapter_templates,
-            "seed": seed,
+            "seed": seed, "speculate": speculate,
         }  # fmt: skip
         weights = {"dtype": dtype, "device": device, "fp8_weights": fp8_weights}
         parts = load_pretrained(folder, requests, weights, max_model_len, memory_fraction, sizes, lora)
@@ -250,8 +250,7 @@ class Engine(Generation):
         and the processes have to be restarted.
         """
         check_in_step()
-        start = time.perf_counter()
-        upcoming, self._next = self._next, None
+        start, upcoming, self._next = time.perf_counter(), self._next, None
         pinned = frozenset[int]() if self.manager is None else self.manager.pinned_adapters
         failed: list[RequestState] = []
         current, following = upcoming, None
@@ -272,7 +271,7 @@ class Engine(Generation):
             self._overlap.drop(current or upcoming, following)
             self._keep(self._results_of(failed))
             raise
-        layout, statistics = in_flight.layout, current.statistics(start, self.blocks.take_counts())
+        layout, statistics = in_flight.layout, current.statistics(start, {**self.blocks.take_counts(), **tokens.counts})
         try:
             output = self._deliver(layout, tokens, statistics, failed)
         except BaseException:  # an interrupt: requests without their token compute it again
@@ -351,27 +350,28 @@ class Engine(Generation):
         if NO_TOKEN in tokens.token_ids:
             for request in [request for request, token in served.items() if token == NO_TOKEN]:
                 del served[request]
-                failed += self._overlap.fail(request, no_token_error(request))
+                failed += self._overlap.fail_for_nan(request, layout)
         for row, logprobs in tokens.logprobs.items():
             if requests[row] in served:
                 requests[row].logprobs.append(logprobs)
-        new_tokens, finished = {}, []
+        new_tokens, finished, earlier = {}, [], dict[str, tuple[int, ...]]()
         for request, token in served.items():
             try:
                 request.append(token)
+                if request in tokens.further:
+                    earlier[request.request_id], token = request.accept(tokens.further[request])
             except Exception as error:  # any exception of a tokenizer
                 failed += self._overlap.fail(request, f"{type(error).__name__}: {error}")
             new_tokens[request.request_id] = token
             if request.status is RequestStatus.FINISHED:
                 finished.append(request)
-        output = StepOutput(new_tokens, (), statistics)
+        output = StepOutput(new_tokens, (), statistics, earlier=earlier)
         if finished or failed:
             if finished:
                 self.scheduler.retire_finished()
             ended = self._results_of((*finished, *failed))
-            results = tuple(result for result in ended if result.error is None)
-            failures = tuple(result for result in ended if result.error is not None)
-            output = StepOutput(new_tokens, results, statistics, failures)
+            results, failures = (tuple(one for one in ended if (one.error is None) is well) for well in (True, False))
+            output = StepOutput(new_tokens, results, statistics, failures, earlier=earlier)
         return self._with_kept(output) if self._kept else output
 
     def _check(self, request: Request, generated: Sequence[int]) -> None:

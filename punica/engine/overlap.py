@@ -17,7 +17,7 @@ import torch
 from punica.engine.requests import StepStatistics
 from punica.engine.residency import AdapterResidency
 from punica.engine.runner import InFlight, ModelRunner
-from punica.engine.sampler import NO_TOKEN
+from punica.engine.sampler import NO_TOKEN, no_token_error
 from punica.scheduling import RequestState, RequestStatus, Scheduler, StepLayout, StepPlan, lay_out
 
 
@@ -38,10 +38,13 @@ class BegunStep(NamedTuple):
         if in_flight is None:
             return StepStatistics(num_preempted=len(plan.preempted), schedule_s=scheduled - start)
         layout, ready = in_flight.layout, max(scheduled, in_flight.metadata_ready_s)
+        prompts = layout.num_prefill_rows
+        if layout.drafts:
+            prompts = sum(span.length for span in layout.spans[: len(plan.prefills)])
         return StepStatistics(
             batch_size=len(layout.requests),
             num_idle=len(layout.requests) - len(plan.prefills) - len(plan.decodes),
-            num_prefill_tokens=layout.num_prefill_rows,
+            num_prefill_tokens=prompts,
             num_segments=sum([slot != -1 for slot, _ in layout.segments]),
             num_preempted=len(plan.preempted),
             schedule_s=scheduled - start, metadata_s=ready - scheduled, model_s=time.perf_counter() - ready, **counts,
@@ -89,11 +92,12 @@ class Overlap:
         """Launch the step after ``current``; ``None`` if it has to wait for the tokens of that.
 
         It waits for scores that the host adjusts by the tokens so far, for blocks and slots, and for the end of the
-        first member of a static batch. A host that launches each kernel itself has no time to work ahead.
+        first member of a static batch. Drafts continue the tokens, too. A host that launches each kernel itself has no
+        time to work ahead.
         """
         scheduler, plan, in_flight = self._scheduler, current.plan, current.in_flight
         size = len(plan.prefills) + len(plan.decodes) + len(plan.idle)
-        if in_flight is None or not self._runner.works_ahead or size != len(scheduler.running):
+        if in_flight is None or not self._runner.works_ahead or size != len(scheduler.running) or plan.drafts:
             return None
         growing = [request for request in scheduler.running if request.status is RequestStatus.RUNNING]
         if scheduler.partial is not None:
@@ -105,6 +109,8 @@ class Overlap:
             if ending and (scheduler.rule.inseparable or not scheduler.has_slots_beside(len(ending), pinned)):
                 return None
             if any(request.params.adjusts and not request.is_complete for request in growing):
+                return None
+            if scheduler.most_drafts and any(map(scheduler.most_drafts_of, growing)):
                 return None
             for request in ending:
                 scheduler.leave(request)
@@ -142,14 +148,16 @@ class Overlap:
     def register(self, layout: StepLayout, tokens: Sequence[int]) -> None:
         """Register the blocks that a step has filled in a prefix cache, before requests leave with it.
 
-        None of a row that holds NaN. Under batch invariance those of prompts alone: bits of decode rows differ.
+        None of a row that holds NaN, and of drafts none before a later step. Under batch invariance those of prompts
+        alone: bits of decode rows differ.
         """
         blocks = self._scheduler.blocks
         for request, span, token in zip(layout.requests, layout.spans, tokens, strict=True):
             if span.length == 1 and span.kv_length % blocks.block_size:
                 continue
             if request.status is RequestStatus.RUNNING and request.prefix_key is not None and token != NO_TOKEN:
-                end = span.kv_length if self._scheduler.grain == 1 else min(span.kv_length, request.computed)
+                known = request.num_tokens if self._scheduler.grain == 1 else request.computed
+                end = min(span.kv_length, known)
                 blocks.register(request.request_id, request.tokens_between, end, request.prefix_key)
 
     def prefetch(self, pinned: Collection[int]) -> None:
@@ -165,6 +173,13 @@ class Overlap:
             return []
         request.fail(error)
         return [request]
+
+    def fail_for_nan(self, request: RequestState, layout: StepLayout) -> list[RequestState]:
+        """Fail a request whose logits hold NaN; one with drafts, perhaps the cause, has another step without them."""
+        if request in layout.drafts:
+            request.may_draft = False
+            return []
+        return self.fail(request, no_token_error(request))
 
     def _with_keys(self, plan: StepPlan) -> StepPlan:
         """Tell the keys of joining requests by the weights that they hold now, which decide what is registered.

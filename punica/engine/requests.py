@@ -1,8 +1,8 @@
 """Requests of an engine: checks on arrival and states of those accepted; their results, and the outputs of steps."""
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from punica.checks import check_count, clip
 from punica.engine.config import EngineConfig
@@ -66,6 +66,8 @@ class StepStatistics:
     With a prefix cache, since the step before: ``num_hit_tokens`` of joining requests were cached,
     ``num_missed_tokens`` were not, and ``num_evicted_blocks`` made room for others.
 
+    With speculation: ``num_drafted_tokens``, of which ``num_accepted_tokens`` were right, up to each first wrong one.
+
     ``schedule_s``: scheduling, adapter activation, layout. ``metadata_s``: step inputs and segment indices; 0 for a
     step launched ahead. ``model_s``: the model with LoRA, up to the tokens on the host, including the host's work for
     the next step.
@@ -79,6 +81,8 @@ class StepStatistics:
     num_hit_tokens: int = 0
     num_missed_tokens: int = 0
     num_evicted_blocks: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     schedule_s: float = 0.0
     metadata_s: float = 0.0
     model_s: float = 0.0
@@ -88,6 +92,8 @@ class StepStatistics:
 class StepOutput:
     """Tokens of one step, ``{request_id: token}``, results of requests that finished or failed in it, statistics.
 
+    ``earlier``: tokens of a request in this step before that one, where drafts were accepted.
+
     Results kept for it come first: of requests added one by one that ended in a step of ``generate`` or ``stream``, or
     in a step that raised. Their tokens are in the results and in the requests' states only.
     """
@@ -96,6 +102,7 @@ class StepOutput:
     finished: tuple[GenerationResult, ...]
     statistics: StepStatistics
     failed: tuple[GenerationResult, ...] = ()
+    earlier: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
 
 
 def result_of(state: RequestState, codec: TextCodec | None) -> GenerationResult:
@@ -158,7 +165,7 @@ def check_tokens(request: Request, vocab_size: int, *, has_tokenizer: bool) -> N
         )
     params = as_sampling_params(request.params)
     words = [word for word in params.bad_words if not isinstance(word, str)]
-    for field, ids in (
+    for name_of_ids, ids in (
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", [token for token, _ in params.logit_bias]),
         ("bad_words", [token for word in words for token in word]),
@@ -166,7 +173,7 @@ def check_tokens(request: Request, vocab_size: int, *, has_tokenizer: bool) -> N
         last = max(ids, default=0)
         if last >= vocab_size:
             raise ValueError(
-                f"{field} of request {name} contain {clip(last)}, the vocabulary has {vocab_size} ids: it would "
+                f"{name_of_ids} of request {name} contain {clip(last)}, the vocabulary has {vocab_size} ids: it would "
                 "never come; check the tokenizer"
             )
     if not has_tokenizer and (params.stop or len(words) < len(params.bad_words)):

@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +12,17 @@ from torch import Tensor
 from punica.adapters import LoRAModelManager
 from punica.engine.attention import INVARIANT_SPLITS, KernelAttention, KVCache, attention_for
 from punica.engine.config import EngineConfig
-from punica.engine.cuda_graph import GraphShape, StepGraphs, StepResult, StepShapes, decode_sizes, prompt_sizes
+from punica.engine.cuda_graph import (
+    GraphShape,
+    StepGraphs,
+    StepResult,
+    StepShapes,
+    decode_sizes,
+    prompt_sizes,
+    verify_sizes,
+)
 from punica.engine.sampler import NO_TOKEN, PendingCopy, PendingLogprobs, choose_tokens, token_logprobs
+from punica.engine.speculation import StepTokens, verified
 from punica.layers import capturing_vocabulary, rehearsal
 from punica.metadata import MixedRows, RowGroups
 from punica.metadata.staging import StagedBuffer, send
@@ -20,7 +30,7 @@ from punica.models import LlamaForCausalLM
 from punica.ops.backbone import argmax
 from punica.parallel import collectives_can_be_captured, in_step
 from punica.progress import shown
-from punica.scheduling import StepLayout
+from punica.scheduling import RequestState, StepLayout
 
 
 class StepRows(NamedTuple):
@@ -46,8 +56,10 @@ class StepInputs:
 
         Padding: token 0, position 0, cache row -1 (none), sampled row 0.
         """
-        num_rows, num_sampled = max(num_rows, len(layout.token_ids)), max(num_sampled, len(layout.spans))
         sampled = [span.start + span.length - 1 for span in layout.spans]  # the last row of every request
+        if layout.drafts:
+            sampled = [row for _, row in layout.sampled]
+        num_rows, num_sampled = max(num_rows, len(layout.token_ids)), max(num_sampled, len(sampled))
         arrays = (layout.token_ids, layout.positions, layout.kv_rows, sampled)
         lengths = (num_rows, num_rows, num_rows, num_sampled)
         for row, values, length, padding in zip(self._staged.begin(), arrays, lengths, (0, 0, -1, 0), strict=True):
@@ -60,13 +72,6 @@ class StepInputs:
         """Return views of the first rows, without refilling them."""
         lengths = (num_rows, num_rows, num_rows, num_sampled)
         return StepRows(*(row[:length] for row, length in zip(self._staged.tensor, lengths, strict=True)))
-
-
-class StepTokens(NamedTuple):
-    """Next token of each of the S requests, and ``{row: {token id: logprob}}`` of those that ask for it."""
-
-    token_ids: list[int]
-    logprobs: dict[int, dict[int, float]]
 
 
 class InFlight(NamedTuple):
@@ -84,7 +89,8 @@ class InFlight(NamedTuple):
     def tokens(self) -> StepTokens:
         """Return the tokens; the host waits for the device."""
         with in_step():
-            return StepTokens(self.token_ids.tolist(), {} if self.logprobs is None else self.logprobs.read())
+            found = self.token_ids.tolist(), {} if self.logprobs is None else self.logprobs.read()
+        return verified(self.layout, *found) if self.layout.drafts else StepTokens(*found)
 
 
 def max_step_rows(config: EngineConfig) -> int:
@@ -114,8 +120,9 @@ class ModelRunner:
         self._ends = [layer for layer in modules if layer.skips_when_empty]
         self.graphs: StepGraphs | None = None
         self._results: StepResult | None = None
-        prompts = config.max_num_batched_tokens
-        self.shapes = StepShapes(config.max_batch_size, prompts, 0 if manager is None else manager.lora_slots)
+        prompts, slots = config.max_num_batched_tokens, 0 if manager is None else manager.lora_slots
+        self.shapes = StepShapes(config.max_batch_size, prompts, slots, config.speculate)
+        self._max_sampled = max(self._max_requests, *verify_sizes(config.max_batch_size, config.speculate))
         if config.cuda_graphs and isinstance(self.attention, KernelAttention) and collectives_can_be_captured():
             this = weakref.proxy(self)  # a reference cycle would keep the KV cache of a dropped engine
             self.graphs = StepGraphs(
@@ -140,6 +147,10 @@ class ModelRunner:
             tokens = None if tokens is None else tokens.clone()  # the capture overwrites results
             if not self.graphs.prepare(shape):
                 shape = None
+        requests: Sequence[RequestState] = layout.requests
+        if layout.drafts:
+            sampled = [index for index, _ in layout.sampled]
+            requests = [layout.requests[index] for index in sampled]
         padded = layout if shape is None else layout.padded(shape.prompt_rows)  # after the capture, which stages too
         rows = self.inputs.fill(padded, *((0, 0) if shape is None else self._rows_of(shape)))
         self.attention.begin(padded.spans, rows.kv_rows, padded.num_prefill_rows)
@@ -147,16 +158,18 @@ class ModelRunner:
             self._feed(padded, rows, before.layout, tokens)
         with in_step():
             if self.manager is not None:
-                is_prefill = padded.num_prefill_rows > 0
+                is_prefill, slots = padded.num_prefill_rows > 0, padded.sampled_slots
+                if padded.drafts:
+                    slots = tuple(slots[index] for index in sampled)
                 mixtures = padded.mixtures, 0 if shape is None else shape.mixed
-                self.manager.begin_step(padded.segments, padded.sampled_slots, *mixtures, is_prefill=is_prefill)
+                self.manager.begin_step(padded.segments, slots, *mixtures, is_prefill=is_prefill)
             ready = time.perf_counter()
             if shape is None or self.graphs is None:
-                logits, best = self._forward(rows, samples_all=not layout.num_prefill_rows)
+                logits, best = self._forward(rows, samples_all=layout.samples_all)
             else:
-                logits, best = (of_rows[: len(layout.spans)] for of_rows in self.graphs.replay(shape))
-            tokens = choose_tokens(logits, layout.requests, best)
-            logprobs = token_logprobs(logits, tokens, layout.requests)
+                logits, best = (of_rows[: len(requests)] for of_rows in self.graphs.replay(shape))
+            tokens = choose_tokens(logits, requests, best)
+            logprobs = token_logprobs(logits, tokens, requests)
             return InFlight(layout, tokens, PendingCopy(tokens), None if logprobs is None else logprobs.copied(), ready)
 
     def warm_up_slots(self) -> None:
@@ -180,7 +193,7 @@ class ModelRunner:
             if not self.capture(shape):
                 with in_step(), rehearsal(), capturing_vocabulary(shape.vocabulary):
                     self._stage_dummy(shape)
-                    self._forward(self.inputs.first(*self._rows_of(shape)), samples_all=not shape.prompt_rows)
+                    self._forward(self.inputs.first(*self._rows_of(shape)), samples_all=shape.samples_all)
 
     @torch.inference_mode()
     def capture(self, shape: GraphShape) -> bool:
@@ -202,22 +215,28 @@ class ModelRunner:
         first = layout.num_prefill_rows
         slots = [slot for slot, span in zip(layout.sampled_slots, layout.spans, strict=True) if span.start >= first]
         used = {*layout.sampled_slots}.union(slot for mixture in layout.mixtures for slot, _ in mixture) - {-1}
+        verifies = bool(first) and layout.samples_all
         shape = self.shapes.of(
-            first, len(slots), len({*slots} - {-1}),
-            uses_lora=bool(used), vocabulary=any(not used.isdisjoint(layer.filled_slots) for layer in self._ends),
+            first, len(slots), len(used if verifies else {*slots} - {-1}), uses_lora=bool(used),
+            vocabulary=any(not used.isdisjoint(layer.filled_slots) for layer in self._ends), verifies=verifies,
         )  # fmt: skip
         if layout.mixtures:
             shape = shape._replace(mixed=1 << (max(map(len, layout.mixtures)) - 1).bit_length())
         return None if self.graphs is None or self.graphs.is_refused(shape) else shape
 
     def _stage_dummy(self, shape: GraphShape) -> None:
-        """Stage a step of ``shape`` that writes no cache row: one prompt, and decode rows spread evenly over slots."""
-        prompts, decodes, adapters, _, mixed = shape
+        """Stage a step of ``shape`` that writes no cache row: one prompt, and decode rows spread evenly over slots.
+
+        Rows of a step with drafts are spread as those are.
+        """
+        prompts, decodes, adapters, _, mixed, _ = shape
         num_rows, num_sampled = self._rows_of(shape)
         rows = self.inputs.fill(StepLayout((), (), (), [], [], [], 0), num_rows, num_sampled)
         self.attention.begin((), rows.kv_rows, prompts)
         if self.manager is None:
             return
+        if shape.verifies:
+            prompts, decodes = 0, num_rows
         spread = max(1, adapters - (prompts > 0)) if adapters else 0  # the prompt has one of them
         slots = [0, *((i + (prompts > 0)) % self.manager.lora_slots for i in range(spread))] if adapters else [-1]
         shares = [decodes // spread + (i < decodes % spread) for i in range(spread)]
@@ -231,15 +250,15 @@ class ModelRunner:
             self.manager.punica_wrapper.begin_mixtures(*both)
 
     def _rows_of(self, shape: GraphShape) -> tuple[int, int]:
-        """Return rows and sampled rows of a shape; with a prompt, the most requests of a step are sampled."""
-        sampled = self._max_requests if shape.prompt_rows else shape.decode_rows
-        return shape.prompt_rows + shape.decode_rows, sampled
+        """Return rows and sampled rows of a shape; with a prompt, the most of any step are sampled."""
+        rows = shape.prompt_rows + shape.decode_rows
+        return rows, rows if shape.samples_all else self._max_sampled
 
     def _forward_shape(self, shape: GraphShape) -> StepResult:
         """Run the model for a graph; all shapes share one result buffer, so that graphs share more memory."""
-        found = self._forward(self.inputs.first(*self._rows_of(shape)), samples_all=not shape.prompt_rows)
+        found = self._forward(self.inputs.first(*self._rows_of(shape)), samples_all=shape.samples_all)
         if self._results is None:
-            self._results = StepResult(*(part.new_empty(self._max_requests, *part.shape[1:]) for part in found))
+            self._results = StepResult(*(part.new_empty(self._max_sampled, *part.shape[1:]) for part in found))
         kept = StepResult(*(whole[: len(part)] for whole, part in zip(self._results, found, strict=True)))
         for place, part in zip(kept, found, strict=True):
             place.copy_(part)

@@ -4,6 +4,7 @@
     sampling_params.py:  choice of tokens, and end of generation
     scheduler.py:        queue and batch: admission, growth, preemption, retirement; the next step is a `StepPlan`
     admission.py:        admission rules, in which serving systems differ
+    lookup.py:           drafts of next tokens, from the tokens before
     block_manager.py:    ownership of the blocks of the KV cache
     prefix_cache.py:     blocks that requests share, found again by their tokens
     layout.py:           from the plan to the rows of one model invocation, grouped by adapter slot

@@ -10,7 +10,7 @@ are made once per invocation and shared by all LoRA layers of the model (7 L of 
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ ADAPTER_INDEX_RULES = ("per_request", "last_admitted")
 
 
 class Span(NamedTuple):
-    """Rows ``[start, start + length)`` of one request: of its prompt, or one decode row.
+    """Rows ``[start, start + length)`` of one request: of its prompt, one decode row, or that and those of its drafts.
 
     ``kv_length``: tokens of the request in the cache after the step, in the blocks of ``block_table``. The first
     ``kv_length - length`` of a prompt's were there before: none of a whole prompt's.
@@ -48,10 +48,11 @@ class StepLayout:
 
     ``requests``, ``spans``, ``sampled_slots``: length S, in row order; slot -1 applies no adapter.
     ``token_ids``, ``positions``, ``kv_rows``: length T; cache row that each row's key and value are written to.
-    ``num_prefill_rows``: rows of prompts, which come first.
+    ``num_prefill_rows``: rows of prompts, which come first; all rows of a step with drafts, which are computed alike.
     ``partial``: the request whose prompt has rows in a later step, so that its sampled token is none.
     ``mixtures``: lists of (slot, weight); slot -2 - i stands for ``mixtures[i]``.
     ``plain_rows``: per span, its first rows that are before the activation of its adapter; empty where none has such.
+    ``drafts``: of requests, after their last token.
     """
 
     requests: tuple[RequestState, ...]
@@ -64,6 +65,20 @@ class StepLayout:
     partial: RequestState | None = None
     plain_rows: tuple[int, ...] = ()
     mixtures: tuple[tuple[tuple[int, float], ...], ...] = ()
+    drafts: Mapping[RequestState, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def sampled(self) -> list[tuple[int, int]]:
+        """Span index and row of each sampled row: of a span the last one, or those of last token and drafts."""
+        return [
+            (index, row)
+            for index, (request, span) in enumerate(zip(self.requests, self.spans, strict=True))
+            for row in range(span.start + span.length)[-1 - len(self.drafts.get(request, ())) :]
+        ]
+
+    @property
+    def samples_all(self) -> bool:
+        return not self.num_prefill_rows or (bool(self.drafts) and len(self.sampled) == len(self.token_ids))
 
     @cached_property
     def segments(self) -> tuple[tuple[int, int], ...]:
@@ -94,7 +109,8 @@ class StepLayout:
             for values, nothing in ((self.token_ids, 0), (self.positions, 0), (self.kv_rows, -1))
         )
         rows = token_ids, positions, kv_rows, prompt_rows
-        return StepLayout(self.requests, spans, self.sampled_slots, *rows, self.partial, self.plain_rows, self.mixtures)
+        others = self.partial, self.plain_rows, self.mixtures, self.drafts
+        return StepLayout(self.requests, spans, self.sampled_slots, *rows, *others)
 
 
 def lay_out(
@@ -127,37 +143,37 @@ def lay_out(
         newest = (plan.prefills or plan.decodes)[-1]
         sampled_slots = (slot_of(newest),) * len(requests)
     block_size = blocks.block_size
-    spans: list[Span] = []
-    token_ids: list[int] = []
-    positions: list[int] = []
-    kv_rows: list[int] = []
+    spans, token_ids, positions, kv_rows = list[Span](), list[int](), list[int](), list[int]()
     partial: RequestState | None = None
     for request in requests:
         table, end = blocks.block_table(request.request_id), request.num_tokens
         if request.status is RequestStatus.FINISHED:
             end = max(end - 1, 1)  # the last token of an idle request is never computed
-        length = 1
+        length, drafts = 1, tuple[int, ...]()
         if request in plan.prefills:
             first, end = plan.pieces.get(request, (0, end))
             length = end - first
-            if end < request.num_tokens:
-                partial = request
+            partial = request if end < request.num_tokens else partial
+        elif plan.drafts:
+            drafts = plan.drafts.get(request, ())
+            length, end = 1 + len(drafts), end + len(drafts)
         spans.append(Span(len(token_ids), length, end, table))
         positions += range(end - length, end)
         if length == 1:
             token_ids.append(request.token_at(end - 1))
             kv_rows.append(table[(end - 1) // block_size] * block_size + (end - 1) % block_size)
         else:
-            token_ids += request.tokens_between(end - length, end)
+            token_ids += (*request.tokens_between(end - length, end), *drafts)
             kv_rows += spans[-1].kv_rows(block_size)
-    prompts = sum(span.length for span in spans[: len(plan.prefills)])
+    prompts = len(token_ids) if plan.drafts else sum(span.length for span in spans[: len(plan.prefills)])
     plain_rows: tuple[int, ...] = ()
     if index_rule == "per_request" and any(request.activation for request in plan.prefills):
-        plain_rows = tuple(
-            min(max((request.activation or 0) - span.kv_length + span.length, 0), span.length)
-            for request, span in zip(requests, spans, strict=True)
-        )
+        plain_rows = tuple(map(_rows_before_activation, requests, spans))
         rows = zip(sampled_slots, spans, plain_rows, strict=True)
         sampled_slots = tuple(-1 if plain == span.length else slot for slot, span, plain in rows)
-    rows_of = token_ids, positions, kv_rows, prompts
-    return StepLayout(requests, tuple(spans), sampled_slots, *rows_of, partial, plain_rows, tuple(mixtures))
+    of_rows = token_ids, positions, kv_rows, prompts
+    return StepLayout(requests, tuple(spans), sampled_slots, *of_rows, partial, plain_rows, (*mixtures,), plan.drafts)
+
+
+def _rows_before_activation(request: RequestState, span: Span) -> int:
+    return min(max((request.activation or 0) - span.kv_length + span.length, 0), span.length)

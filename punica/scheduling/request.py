@@ -117,6 +117,8 @@ class RequestState:
         computed: number of its tokens that its prefill has computed, launched steps included; 0 while it waits.
         hit: the first of these, which it took from the prefix cache.
         activation: the first token computed with its adapter; ``None``: none is.
+        may_draft: false once a step with its drafts held NaN, which may have been of a draft.
+        lookup_text: its tokens as characters, as far as they were needed for drafts.
         prefix_key: identity of its keys and values beside its tokens, see :class:`punica.scheduling.PrefixKey`.
         weights: the version of its adapter (``punica.adapters.LoadedAdapter``) that it started with, and keeps;
             ``None`` before it has joined.
@@ -145,6 +147,7 @@ class RequestState:
         self.computed = self.hit = 0
         self.activation: int | None = 0
         self.prefix_key: Any = None
+        self.may_draft, self.lookup_text = True, ""
         self.weights: Any = None
         self.mixed: tuple[RequestState, ...] = ()
         if isinstance(self.adapter, Mixture):
@@ -233,6 +236,20 @@ class RequestState:
             ends = self.text.stopped
         if ends or self.is_complete:
             self.status, self.finish_reason = RequestStatus.FINISHED, "stop" if ends else "length"
+
+    def accept(self, further: Iterable[tuple[int, dict[int, float] | None]]) -> tuple[tuple[int, ...], int]:
+        """Append the tokens after the one that was appended last, with their log-probabilities, until it ends.
+
+        Returns that one and those appended: the tokens before the last, and the last.
+        """
+        before = len(self.output_token_ids) - 1
+        for token_id, logprobs in further:
+            if self.has_ended:
+                break
+            if logprobs is not None:
+                self.logprobs.append(logprobs)
+            self.append(token_id)
+        return tuple(self.output_token_ids[before:-1]), self.output_token_ids[-1]
 
     def fail(self, error: str) -> None:
         self.status, self.finish_reason, self.error = RequestStatus.FAILED, "failed", error

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from punica.scheduling.admission import AdmissionRule, IsResident
 from punica.scheduling.block_manager import BlockManager
+from punica.scheduling.lookup import look_up
 from punica.scheduling.prefix_cache import PrefixKey
 from punica.scheduling.request import RequestState, RequestStatus
 
@@ -22,7 +23,8 @@ class StepPlan:
     ``prefills`` compute all their tokens, or a piece of them (first, end): what is before it is cached, what is behind
     it is left to later steps. ``decodes`` compute one token each. ``idle`` are finished requests of an inseparable
     batch: each costs a decode row, whose output is discarded. ``preempted`` left the batch in this step,
-    for want of blocks or of a slot pinned for another adapter.
+    for want of blocks or of a slot pinned for another adapter. ``drafts``: perhaps the next tokens of some ``decodes``,
+    which compute these too.
     """
 
     prefills: tuple[RequestState, ...]
@@ -30,6 +32,7 @@ class StepPlan:
     idle: tuple[RequestState, ...]
     preempted: tuple[RequestState, ...]
     pieces: Mapping[RequestState, tuple[int, int]] = field(default_factory=dict)
+    drafts: Mapping[RequestState, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -56,11 +59,13 @@ class Scheduler:
         max_adapters: distinct adapters that can be active at once (``None``: no limit, the engine runs no LoRA).
         chunk: rows of prompts in one invocation, for rules that cut prompts.
         grain: tokens of which pieces have a multiple, all but a prompt's last one.
+        most_drafts: most drafts of a request in one step.
 
     Optional hooks: ``on_leave`` is called with every request that left both queue and batch. ``is_resident`` tells
     rules which adapters are in a slot. ``is_loaded`` keeps a request queued while its adapter's files are being read.
     ``key_of``, for a prefix cache, tells what keys and values of a request depend on beside its tokens; ``None``: not
-    known yet, though its files were waited for if the second argument asks for that.
+    known yet, though its files were waited for if the second argument asks for that. ``draft`` proposes at most so many
+    next tokens of a request.
 
     ``partial``: the running request whose prompt is not computed whole. It joined last.
     """
@@ -72,6 +77,7 @@ class Scheduler:
     max_adapters: int | None = None
     chunk: int | None = None
     grain: int = 1
+    most_drafts: int = 0
     partial: RequestState | None = field(default=None, init=False)
     waiting: deque[RequestState] = field(default_factory=deque, init=False)
     running: list[RequestState] = field(default_factory=list, init=False)
@@ -80,6 +86,7 @@ class Scheduler:
     is_resident: IsResident = field(default=bool, init=False)
     is_loaded: IsResident = field(default=bool, init=False)
     key_of: Callable[[RequestState, bool], PrefixKey | None] = field(default=PrefixKey.of_base, init=False)
+    draft: Callable[[RequestState, int], Sequence[int]] = field(default_factory=lambda: look_up, init=False)
 
     def add(self, request: RequestState) -> None:
         self.waiting.append(request)
@@ -117,7 +124,18 @@ class Scheduler:
         except BaseException:  # e.g. an interrupt while a hook reads or hashes an adapter
             self.take_back(prefills, pieces)
             raise
-        return StepPlan(tuple(prefills), decoding, idle, tuple(preempted), pieces)
+        drafts = {}
+        if self.most_drafts:
+            of_prompts = [pieces.get(request, (0, request.num_tokens)) for request in prefills]
+            others = len(self.running) - len(prefills)
+            drafts = self._drafts(decoding, self.max_tokens - others - sum(end - first for first, end in of_prompts))
+        return StepPlan(tuple(prefills), decoding, idle, tuple(preempted), pieces, drafts)
+
+    def most_drafts_of(self, request: RequestState) -> int:
+        """Return how many drafts a request may have: none after which it has no token left to generate."""
+        if not (self.most_drafts and request.params.is_greedy and request.may_draft):
+            return 0
+        return max(0, min(self.most_drafts, request.params.max_new_tokens - request.num_generated - 1))
 
     def take_back(self, prefills: Sequence[RequestState], pieces: Mapping[RequestState, tuple[int, int]]) -> None:
         """Queue the prompts of a step again; one of which former steps computed a part stays, without this piece."""
@@ -257,6 +275,18 @@ class Scheduler:
             request.hit = first
             rows = self._take_piece(request, first, end, pieces)
             num_rows, left = num_rows + rows, None if left is None else left - rows
+
+    def _drafts(self, decoding: Sequence[RequestState], left: int) -> dict[RequestState, tuple[int, ...]]:
+        """Return drafts for ``left`` rows, and reserve their blocks, but leave one free for each request."""
+        drafts = {}
+        for request in decoding:
+            most, owner, size = self.most_drafts_of(request), request.request_id, self.blocks.block_size
+            spare = max(0, self.blocks.num_free - len(self.running))
+            most = min(most, left, (len(self.blocks.block_table(owner)) + spare) * size - request.num_tokens)
+            if most > 0 and (found := tuple(self.draft(request, most)[:most])):
+                drafts[request], left = found, left - len(found)
+                self.blocks.reserve(owner, request.num_tokens + len(found))
+        return drafts
 
     def _end_of_piece(self, request: RequestState, first: int, left: int | None) -> int:
         """Return the end of the tokens from ``first`` on that fit into ``left`` rows; at most ``first``: none do."""

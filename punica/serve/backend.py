@@ -91,6 +91,8 @@ class Metrics:
         self._hits = self.counter("punica_prefix_hit_tokens", "Tokens of joining requests found in the prefix cache")
         self._misses = self.counter("punica_prefix_missed_tokens", "Tokens of joining requests not found there")
         self._evictions = self.counter("punica_prefix_evicted_blocks", "Blocks of the prefix cache given to others")
+        self._drafted = self.counter("punica_drafted_tokens", "Drafts of next tokens that steps verified")
+        self._accepted = self.counter("punica_accepted_tokens", "Drafts that were right")
         self._running = self.gauge("punica_requests_running", "Requests in the last step")
         self._waiting = self.gauge("punica_requests_waiting", "Requests that wait for a step")
         self._first = histogram("punica_first_token_seconds", "Arrival to first token", buckets=_SECONDS)
@@ -104,6 +106,8 @@ class Metrics:
         self._hits.inc(statistics.num_hit_tokens)
         self._misses.inc(statistics.num_missed_tokens)
         self._evictions.inc(statistics.num_evicted_blocks)
+        self._drafted.inc(statistics.num_drafted_tokens)
+        self._accepted.inc(statistics.num_accepted_tokens)
         self._note(statistics.batch_size > 0, statistics.num_preempted, num_running, num_unfinished - num_running)
 
     def note_idle(self) -> None:

@@ -73,6 +73,7 @@ def parser() -> ArgumentParser:
         ("max-lora-rank", None, 1, "largest rank"), ("max-model-len", None, 2, "tokens of one request"),
         ("max-batch-size", None, 1, "requests of one step"),
         ("prefill-chunk", None, 1, "rows of prompts in one step; longer prompts take several"),
+        ("speculate", None, 1, "drafts of a request in one step, from the tokens before; without --ray"),
     ):  # fmt: skip
         meaning += "; default: as Engine.from_pretrained" if default is None else f"; default: {default}"
         add(f"--{name}", type=number(int, lowest), default=default, metavar="N", help=meaning)
@@ -142,6 +143,8 @@ def _check_ray(options: Namespace) -> None:
         for name, value in (("--ray-address", options.ray_address), ("--step-timeout", options.step_timeout)):
             if value is not None:
                 raise ValueError(f"{name} needs --ray N, the number of engines")
+    elif options.speculate is not None:
+        raise ValueError("--speculate is for one engine, not the runners of --ray; leave out one of them")
     elif find_spec("ray") is None:
         raise RuntimeError("--ray needs Ray; install it with: pip install 'punica-lora[cluster]'")
 
@@ -160,7 +163,8 @@ def _check_folders(options: Namespace) -> None:
 
 def _sizes(options: Namespace) -> dict[str, Any]:
     """Return the sizes of an engine; ValueError: a runner of ``--ray`` has no slot for every request of its batch."""
-    names = ("max_model_len", "max_batch_size", "max_loras", "max_cpu_loras", "max_lora_rank", "prefill_chunk", "dtype")
+    limits = ("max_model_len", "max_batch_size", "max_loras", "max_cpu_loras", "max_lora_rank")
+    names = (*limits, "prefill_chunk", "speculate", "dtype")
     sizes = {name: value for name in names if (value := getattr(options, name)) is not None}
     sizes |= {"adapter_templates": options.adapter_templates, "prefix_cache": options.prefix_cache}
     if options.weights == "fp8":

@@ -209,3 +209,22 @@ def test_mixtures_have_graphs_of_their_own_padded_to_powers_of_two(engine, backb
     plain = backbone.engine(cuda_graphs=False).generate(*map(list, zip(*wishes, strict=True)), 4)
     assert [state.output_token_ids for state in states] == [result.token_ids for result in plain]
     serve(engine, backbone)
+
+
+def test_steps_with_drafts_have_graphs_of_their_own(backbone) -> None:
+    config = EngineConfig(max_batch_size=2, max_model_len=32, speculate=3)
+    engine = Engine(backbone.model(), config.lora_config(16), config, warm_up=True)
+    graphs, shapes = engine.runner.graphs, engine.runner.shapes.up_to(64, vocabulary=False)
+    assert [shape[:3] for shape in shapes if shape.verifies and shape.adapters == 2] == [(n, 0, 2) for n in (8, 4, 2)]
+
+    def draft(request, most):
+        known = backbone.generate_merged(request.prompt_token_ids, request.adapter_id, 12)
+        return known[request.num_generated :][:most]
+
+    engine.scheduler.draft = draft
+    states = [backbone.ask(engine, f"r{i}", [3 + i, 1], i, 12) for i in range(1, 3)]
+    finish(engine)
+    assert are_served(backbone, *states)
+    assert graphs.tried == shapes, "none is captured later"
+    drafts = {GraphShape(*rest, verifies=True) for rest in ((8, 0, 2), (4, 0, 1))}
+    assert drafts | {GraphShape(64, 0, 1)} <= set(graphs.replayed), "the second prompt has drafts beside it"
