@@ -10,7 +10,6 @@ model, and (`overlap`) with a decode step of other adapters at once, which is co
 
     punica      `LoRAModelManager.prefetch_adapter`: on a GPU one kernel on a stream of its own, which reads a
                 page-locked image of the adapter through the link; on a CPU copies layer by layer
-    punica fp8  the same with slots in FP8 (float8_e4m3fn), quantised at registration: 0.57 of fp16's bytes at rank 16.
     per_tensor  `set_lora` layer by layer, on the stream of the model, from page-locked tensors (GPU only).
     pageable    the same from ordinary memory (GPU only).
     link        one plain copy of as many bytes, host to device, page-locked (on a CPU: memory to memory): the roofline
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 ALONE = ("layer", "model")
 OVERLAP = "overlap"
-FP8 = " fp8"  # suffix of systems on FP8 slots
 UNITS = {"layer": ("us", 1e6), "model": ("ms", 1e3), OVERLAP: ("ms", 1e3)}
 """Panel -> unit of its times, and units in a second."""
 
@@ -83,8 +81,6 @@ class AdapterLoading(Experiment):
         ]
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
-        import torch
-
         from experiments.benches.adapter_loading import Bench, Decode, measured
         from experiments.benches.operators import flush_bytes, protocol
 
@@ -92,20 +88,13 @@ class AdapterLoading(Experiment):
         if first.panel == OVERLAP:
             decode = Decode(first.workload, cast(int, first.batch_size), cast(int, first.seq_len))
         layers, rotate = 1 if first.panel == "layer" else None, flush_bytes(cfg)
-        readings: dict[str, list[Reading]] = {}
-        for fp8, suffix in ((None, ""), (torch.float8_e4m3fn, FP8)):  # slots of one kind at a time
-            systems = [point.system for point in points if point.system.endswith(FP8) == bool(suffix)]
-            if not systems:
-                continue
-            gc.collect()  # a manager refers to itself, and the model of the group before would stay
-            bench = Bench(
-                cfg.model, cast(int, first.rank), cfg.hardware.device, layers=layers, rotate_bytes=rotate,
-                seed=cfg.adapters.seed, decode=decode, fp8=fp8,
-            )  # fmt: skip
-            for name, found in measured(bench, [system.removesuffix(FP8) for system in systems], protocol(cfg)).items():
-                readings[name + suffix] = _readings(first.panel, found, bench.bytes)
-            del bench
-        return [readings[point.system] for point in points]
+        gc.collect()  # a manager refers to itself, and the model of the group before would stay
+        bench = Bench(
+            cfg.model, cast(int, first.rank), cfg.hardware.device, layers=layers, rotate_bytes=rotate,
+            seed=cfg.adapters.seed, decode=decode,
+        )  # fmt: skip
+        found = measured(bench, [point.system for point in points], protocol(cfg))
+        return [_readings(first.panel, found[point.system], bench.bytes) for point in points]
 
 
 def _readings(panel: str, found: Measured, size: int) -> list[Reading]:

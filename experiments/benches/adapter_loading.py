@@ -28,11 +28,10 @@ from experiments.harness.schema import ModelConf
 from experiments.measure import timing
 from experiments.workload.popularity import popularity
 from punica.adapters import CopyHandle, LoRAModel, LoRAModelManager, random_adapter
-from punica.adapters.synthetic import LLAMA_LORA_MODULES, llama_module_shapes
+from punica.adapters.synthetic import LLAMA_LORA_MODULES
 from punica.config import LoRAConfig
 from punica.layers import SlotPart
 from punica.models import LlamaForCausalLM
-from punica.ops.quant import Fp8Matrix
 from punica.registry import Registry
 
 MOST_ADAPTERS = 256
@@ -50,21 +49,17 @@ class Decode:
 
 
 class Bench:
-    """`model` wrapped for adapters of `rank` (slots in the format `fp8`), its last slot free, `rotate_bytes` of
-    adapters or more to load there, and steps of `decode` beside; `CheckFailed` for other bytes than by arithmetic.
+    """`model` wrapped for adapters of `rank`, its last slot free, `rotate_bytes` of adapters or more to load there, and
+    steps of `decode` beside; `CheckFailed` for other bytes than by arithmetic.
     """
 
     def __init__(
         self, model: ModelConf, rank: int, device: str, *, layers: int | None = None, rotate_bytes: int = 0,
-        seed: int = 0, decode: Decode | None = None, fp8: torch.dtype | None = None,
+        seed: int = 0, decode: Decode | None = None,
     ) -> None:  # fmt: skip
-        self.rank, self.device, self.fp8 = rank, torch.device(device), fp8
+        self.rank, self.device = rank, torch.device(device)
         self.dtype = getattr(torch, model.dtype.name)
-        elements, config = model.lora_parameters(rank, layers), llama_config(model, layers)
-        wide = self.bytes = elements * model.dtype.bytes
-        if fp8 is not None:  # and a float32 scale for every row of A and of B
-            shapes = llama_module_shapes(config, LLAMA_LORA_MODULES).values()
-            self.bytes = elements + 4 * sum(rank + out for _, out in shapes)
+        self.bytes, config = model.lora_parameters(rank, layers) * model.dtype.bytes, llama_config(model, layers)
         self.slot = neighbours = popularity(decode.workload).number_of_adapters(decode.rows) if decode else 0
         count = min(max(2, -(-rotate_bytes // self.bytes)), MOST_ADAPTERS)
         ids = range(neighbours + 1, neighbours + count + 1)
@@ -74,10 +69,10 @@ class Bench:
         # loading does not read the weights, so only steps need some
         llama = random_llama(model, device, layers) if decode else LlamaForCausalLM(config, self.dtype, device)
         rows, modules = decode.rows if decode else 1, list(LLAMA_LORA_MODULES)
-        lora = LoRAConfig(rank, neighbours + 1, max_cpu_loras=neighbours + count, target_modules=modules, fp8=fp8)
+        lora = LoRAConfig(rank, neighbours + 1, max_cpu_loras=neighbours + count, target_modules=modules)
         self.manager = LoRAModelManager(llama, rows, rows, model.vocab_size, lora, device)
         tensors = sum(tensor.nbytes for name in drawn[0].loras for tensor in _matrices(drawn[0], name)[:2])
-        if tensors != wide or self.manager.slot_bytes != self.bytes:
+        if not tensors == self.manager.slot_bytes == self.bytes:
             raise CheckFailed(
                 f"rank {rank}: {tensors} bytes in an adapter, {self.manager.slot_bytes} in a slot, {self.bytes} by "
                 "arithmetic"
@@ -107,9 +102,6 @@ class Bench:
         for name, parts in self._parts():
             a, b, scaling = _matrices(adapter, name)
             held = [w.to(self.dtype) for w in (a, b.float() * scaling)]
-            if self.fp8 is not None:
-                matrices = [Fp8Matrix.of(w, self.fp8) for w in held]
-                held = [*[matrix.values for matrix in matrices], *[matrix.scale[:, None] for matrix in matrices]]
             for part, expected in zip(parts, held, strict=True):
                 if not torch.equal(part.matrix(self.slot).cpu().float(), expected.float()):
                     raise CheckFailed(f"after a load, slot {self.slot} of {name} does not hold adapter {adapter.id}")
@@ -117,11 +109,11 @@ class Bench:
                     raise CheckFailed(f"after a load, the rank of slot {self.slot} of {name} is not {self.rank}")
 
     def _parts(self) -> Iterator[tuple[str, Sequence[SlotPart]]]:
-        """Yield modules with the places of A, B and FP8 scales: `...k_proj` is the second slice of `qkv_proj`."""
+        """Yield modules with the places of A and B: `...k_proj` is the second slice of `qkv_proj`."""
         for name, layer in self.manager.modules.items():
             parent, _, last = name.rpartition(".")
             names = LlamaForCausalLM.packed_modules_mapping.get(last, [last])
-            parts = layer.slot_parts()  # A of every slice, then B of every slice, then the scales of both
+            parts = layer.slot_parts()  # A of every slice, then B of every slice
             yield from ((f"{parent}.{part}", parts[i :: len(names)]) for i, part in enumerate(names))
 
 
@@ -130,7 +122,7 @@ def _matrices(adapter: LoRAModel, name: str) -> tuple[torch.Tensor, torch.Tensor
     weights = adapter.get_lora(name)
     if weights is None:
         raise CheckFailed(f"adapter {adapter.id} has no {name}")
-    a, b = (w.real() if isinstance(w, Fp8Matrix) else w for w in weights.pair())
+    a, b = weights.pair()
     return cast(torch.Tensor, a), cast(torch.Tensor, b), weights.scaling
 
 
