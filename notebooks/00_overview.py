@@ -73,7 +73,7 @@ first = next(iter(JUDGED.values()))
 display(as_markdown(first[["id", "statement", "paper_value"]].assign(**{n: t["verdict"] for n, t in JUDGED.items()})))
 
 # %% [markdown]
-# The figure that carries the headline, as a file of the repository:
+# The headline figure:
 #
 # ![Figure 11 on an H200 beside the paper](../figures/h200/fig11_textgen.png)
 

@@ -14,10 +14,10 @@
 # %% [markdown]
 # # 1. SGMV, and why batching many adapters pays
 #
-# One backbone serves many LoRA adapters. Every row of a batch may ask for another adapter, and still the batch should
-# run as one. This notebook shows **what** the operator for that, SGMV (*segmented gather matrix-vector
-# multiplication*), computes; **why** batching pays, by counting bytes; and **how fast** it is, in Figures 7, 8 and 9 of
-# the paper ([arXiv 2310.18547](https://arxiv.org/abs/2310.18547)) drawn from stored rows beside the paper's curves.
+# One backbone serves many LoRA adapters. Each row of a batch may use a different adapter, yet the batch should run as
+# one. This notebook shows **what** the operator for that, SGMV (*segmented gather matrix-vector multiplication*),
+# computes; **why** batching pays, by counting bytes; and **how fast** it is, in Figures 7, 8 and 9 of the paper
+# ([arXiv 2310.18547](https://arxiv.org/abs/2310.18547)) drawn from stored rows beside the paper's curves.
 #
 # Nothing is measured here. The source is the `.py` file of the same name; after an edit, or with new rows, run it again
 # (less than a minute on two cores):
@@ -65,7 +65,7 @@ HARDWARE = "cpu"  # whose rows chapters 3 and 4 read: the name of a folder in re
 # $$ y_t \mathrel{+}= x_t \, A_{l_t} B_{l_t} . $$
 #
 # It takes two launches of SGMV: **shrink**, $v_t = x_t A_{l_t}$ from $h_1$ to $r$ numbers, and **expand**,
-# $y_t \mathrel{+}= v_t B_{l_t}$ from $r$ to $h_2$. All adapters lie in one stack of *slots*; a row without adapter has
+# $y_t \mathrel{+}= v_t B_{l_t}$ from $r$ to $h_2$. All adapters are in one stack of *slots*; a row without adapter has
 # slot $-1$. As in adapter files, the stacks hold the transposes: `a` is $[L, r, h_1]$ and `b` is $[L, h_2, r]$.
 #
 # ### An example to follow by hand
@@ -121,7 +121,7 @@ print(f"segments start at rows {starts.tolist()}, have {lengths.tolist()} rows a
 # %% [markdown]
 # **By the wrapper that every layer of the model calls.** It knows adapters by the *ids* that users give them (0 is
 # none) and looks up the slots once per step, for all layers. On a CPU it runs `punica.ops.torch_ops`. Here adapter 7
-# lies in slot 0 and adapter 4 in slot 1.
+# is in slot 0 and adapter 4 in slot 1.
 
 # %%
 wrapper = PunicaWrapperCPU(max_num_batched_tokens=6, max_batches=6, device="cpu", max_loras=2)
@@ -135,7 +135,7 @@ for way, result in ways.items():
 
 # %% [markdown]
 # ### Rows without an adapter
-# Slot $-1$ is no adapter full of zeros: shrink leaves 0 for the row, and expand does not touch the row at all, neither
+# Slot $-1$ is not an adapter of zeros: shrink leaves 0 for the row, and expand does not touch the row at all, neither
 # reads nor writes it. A step in which no row has an adapter costs nothing but the check.
 
 # %%
@@ -174,8 +174,8 @@ print("equal to the loop, row by row:", torch.equal(shuffled, y[order]))
 #    \text{bytes} = e \left( s\,(h_i + h_o) + n\, h_i h_o \right), \qquad
 #    I = \frac{\text{FLOP}}{\text{bytes}} . $$
 #
-# The *arithmetic intensity* $I$ tells what limits a machine of bandwidth $\beta$ and arithmetic rate $\pi$: it reaches
-# at most $\min(\pi, I \beta)$. The paper's four popularity patterns differ in $n$ only:
+# The *arithmetic intensity* $I$ decides what limits a machine of bandwidth $\beta$ and arithmetic rate $\pi$: it
+# reaches at most $\min(\pi, I \beta)$. The paper's four popularity patterns differ in $n$ only:
 #
 # | pattern | groups of rows | $n$ |
 # |---|---|---|
@@ -250,7 +250,7 @@ display(as_markdown(table))
 #
 # ### Figure 7: one launch on the roofline
 # The paper's claim: with distinct adapters the intensity stays where it is and the FLOP/s rise through parallelism
-# alone, straight up; with one adapter both climb; the other two patterns lie between.
+# alone, straight up; with one adapter both climb; the other two patterns are in between.
 
 # %%
 stored = StoredRows(ROOT, HARDWARE)
@@ -288,7 +288,7 @@ display(stored.table(FIG8, growth("latency", "workload")))
 
 # %% [markdown]
 # What the other ways cost, in SGMVs (above 1, SGMV is faster): over all batch sizes and patterns, then at the largest
-# batch. BMM alone is no way to serve, since somebody must have gathered its weights; it stands here as in the paper.
+# batch. BMM alone cannot serve, since its weights must be gathered first; it is shown as in the paper.
 
 # %%
 display(stored.table(FIG8, contest("SGMV")), stored.table(FIG8, relative_to("SGMV")))

@@ -76,8 +76,8 @@ layers = {name: type(layer).__name__ for name, layer in manager.modules.items() 
 display(as_markdown(pd.DataFrame(list(layers.items()), columns=["module", "LoRA layer"])))
 
 # %% [markdown]
-# `add_adapter` loads, checks and activates. The third adapter needs a slot, and the least recently used one makes room;
-# it stays registered, so it comes back without touching the disk. A pinned adapter never makes room.
+# `add_adapter` loads, checks and activates. The third adapter needs a slot, which the least recently used adapter gives
+# up. That one stays registered, so it comes back without touching the disk. A pinned adapter is never evicted.
 
 # %%
 history = []
@@ -219,8 +219,8 @@ chapter("h200")
 # On the H200 a model's adapter moves at more than three quarters of the link's speed (`of the link`), because it moves
 # as one: packed when it is registered, read through the link by one kernel on a stream of its own. Decoding notices: a
 # step beside a load takes longer (C43). Layer by layer, as `set_lora` does it, the same bytes take several times as
-# long, and they stand in the way of the decode step for all of that time. One layer alone takes longer than the paper's
-# 50 µs: at rank 16 most of it is the host's work for one load.
+# long, and they delay the decode step for all of that time. One layer alone takes longer than the paper's 50 µs: at
+# rank 16 most of it is the host's work for one load.
 #
 # On a CPU there is no device to load onto: a load is a copy within the memory, by the cores that also compute.
 

@@ -14,10 +14,10 @@
 # %% [markdown]
 # # 3. A layer, a step, and where its time goes
 #
-# Between the operator (notebook 1) and a server lies the step: one invocation of the model for all requests of a batch.
+# Between the operator (notebook 1) and a server is the step: one invocation of the model for all requests of a batch.
 # This notebook asks what a step costs without LoRA (Figure 1), what a layer costs with it (Figure 10), and then takes
-# whole steps of the engine apart: how much is the backbone's products, attention, LoRA, and how much the host's.
-# A CPU and a GPU stand side by side, as far as their rows are there.
+# whole steps of the engine apart: how much of their time is the backbone's products, attention, LoRA, or the host's
+# work. A CPU and a GPU are shown side by side, where both have rows.
 #
 # This notebook reads stored rows and measures nothing. After an edit run it again:
 # `make setup && .venv/bin/jupytext --to ipynb --execute notebooks/03_layer_and_breakdown.py`
@@ -56,13 +56,13 @@ display(as_markdown(pd.DataFrame(lines)))
 display(*MACHINES.figure(FIG1))
 
 # %% [markdown]
-# A CPU computes more slowly for the bandwidth that it has, so that its decode steps grow with the batch: where the
-# paper's GPU waits for weights, a CPU already computes.
+# A CPU has less arithmetic for its bandwidth, so its decode steps grow with the batch: where the paper's GPU waits for
+# weights, a CPU already computes.
 #
 # ## 2. A layer with LoRA (Figure 10)
 #
-# The claim is that popularity hardly matters: Distinct, with an adapter for every row, lies close to Identical. On a
-# GPU the gap is at least the bytes of the adapters.
+# The claim is that popularity hardly matters: Distinct, with an adapter for every row, is close to Identical. On a GPU
+# the gap is at least the bytes of the adapters.
 
 # %%
 display(*MACHINES.figure(FIG10))
@@ -88,8 +88,8 @@ display(*MACHINES.table(FIG10, distinct_over_identical))
 # ## 3. Where the time of a step goes
 #
 # Whole steps of the engine, from scheduling to tokens: decodes, a prompt alone, and the paper's mixed step, a prompt
-# that joins 31 decodes. Each without adapters, with one for all requests, with one for every request. On a GPU a
-# profiler sees the kernels, and every instant counts once: LoRA's shrink runs beside the base product and is counted
+# that joins 31 decodes. Each runs without adapters, with one for all requests, and with one for every request. On a GPU
+# a profiler sees the kernels, and every instant counts once: LoRA's shrink runs beside the base product and is counted
 # only where it runs alone. On a CPU both LoRA products are one call.
 
 # %%
@@ -97,7 +97,7 @@ display(*MACHINES.figure(BREAKDOWN))
 
 # %% [markdown]
 # The step against its floor, the time in which its bytes could move (weights, keys and values, adapters) at the
-# bandwidth of a plain copy on that machine. Prompts compute, so that for them the floor says little.
+# bandwidth of a plain copy on that machine. Prompts are limited by arithmetic, so for them the floor says little.
 
 # %%
 def values(rows: pd.DataFrame) -> pd.DataFrame:
@@ -124,8 +124,8 @@ display(*MACHINES.table(BREAKDOWN, over_the_floor))
 # %% [markdown]
 # ## 4. What LoRA adds to a token
 #
-# In a decode step every request gets one token, so that what LoRA adds to the step is what every user waits longer for
-# the next token. Over all tokens that the step computes it is less by as much as there are.
+# In a decode step every request gets one token, so every user waits longer for the next token by what LoRA adds to the
+# step. Divided by all tokens of the step, it is that much less.
 
 # %%
 def price(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:

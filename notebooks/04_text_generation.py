@@ -16,8 +16,8 @@
 #
 # The paper's headline is Figure 11: twelve times the throughput of systems that batch one adapter at a time, when every
 # request has an adapter of its own. This notebook shows it as measured here, what the released index rule (D04) makes
-# of it, and then what the paper did not show: what users wait for when requests arrive by the clock, and what happens
-# with many more adapters than slots. A CPU and a GPU stand side by side, as far as their rows are there.
+# of it, and then what the paper did not show: how long users wait when requests arrive by the clock, and what happens
+# with many more adapters than slots. A CPU and a GPU are shown side by side, where both have rows.
 #
 # This notebook reads stored rows and measures nothing. After an edit run it again:
 # `make setup && .venv/bin/jupytext --to ipynb --execute notebooks/04_text_generation.py`
@@ -95,10 +95,10 @@ display(*MACHINES.table(FIG11, index_rule))
 # %% [markdown]
 # ## 3. Latency under load
 #
-# Requests arrive as a Poisson process and nobody waits for anybody. Every system is loaded up to its own capacity and a
-# little beyond, so that its knee is seen. Where the best baseline saturates, Punica has most of its capacity left: the
+# Requests arrive as a Poisson process, whatever the system does. Every system is loaded up to its own capacity and a
+# little beyond, so that its knee shows. Where the best baseline saturates, Punica has most of its capacity left: the
 # p99 of its time to first token is to stay below five decode steps and the step of a prompt (`bound`). A p99 is of at
-# least 100 requests; most points of the CPU have fewer, so that p95 and the longest stand there.
+# least 100 requests; most points of the CPU have fewer, so p95 and the longest are given instead.
 
 # %%
 display(*MACHINES.figure(LOAD))
@@ -130,10 +130,10 @@ def at_the_baselines_capacity(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFra
 display(*MACHINES.table(LOAD, at_the_baselines_capacity))
 
 # %% [markdown]
-# The paper admits one prefill per step. That bounds how long a step keeps those waiting who decode, and lets bursts
-# queue; without the limit (`punica_many`) it is to be the other way round. On the H200 the limit shortens gaps at
-# saturation and beyond; below it, it only delays first tokens. What a step does to those who decode is in single gaps
-# between two tokens: a request's mean gap hides it.
+# The paper admits one prefill per step. That bounds how long a step delays requests that decode, but bursts queue.
+# Without the limit (`punica_many`) the reverse is expected. On the H200 the limit shortens gaps at saturation and
+# beyond; below it, it only delays first tokens. The delay shows in single gaps between two tokens; a request's mean gap
+# hides it.
 
 # %%
 def one_prefill_per_step(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
@@ -150,10 +150,10 @@ display(*MACHINES.table(LOAD, one_prefill_per_step))
 # %% [markdown]
 # ## 4. Many adapters
 #
-# More adapters than slots, then more than host memory holds. Both rules of admission get the same arrivals, at half
-# of what `punica` takes. Who finds the adapter in a slot joins the next step; the others' is loaded beside the step
-# before, or waits for a slot when all are in use. `punica_resident_first` lets up to 32 requests whose adapter is there
-# overtake one that waits for a slot.
+# More adapters than slots, then more than host memory holds. Both rules of admission get the same arrivals, at half of
+# what `punica` takes. A request whose adapter is in a slot joins the next step. Other adapters are loaded beside the
+# step before, or wait for a slot when all are in use. Under `punica_resident_first` up to 32 requests whose adapter is
+# in a slot may overtake one that waits.
 
 # %%
 display(*MACHINES.figure(MANY))

@@ -16,8 +16,8 @@
 #
 # Two things that the paper of 2023 does not have and that are served today. Both change how many bytes an adapter costs
 # and who shares them, which is what decides how fast many adapters are served at once. So the bytes come first, by
-# arithmetic; then what was measured. No figure of the paper stands beside: its popularity sweep (Identical, Uniform,
-# Skewed, Distinct) is carried over to FP8 and to experts here.
+# arithmetic; then what was measured. The paper has no such figure: its popularity sweep (Identical, Uniform, Skewed,
+# Distinct) is carried over to FP8 and to experts here.
 #
 # This notebook reads stored rows and measures nothing. After an edit run it again:
 # `make setup && .venv/bin/jupytext --to ipynb --execute notebooks/05_fp8_and_moe.py`
@@ -36,9 +36,9 @@ from notebooks.stored_rows import ROOT, SideBySide, as_markdown
 # %% [markdown]
 # ## 1. Bytes of an adapter in FP8
 #
-# An adapter of rank $r$ on a projection $h_1 \to h_2$ is $r (h_1 + h_2)$ numbers. In 16 bits they take 2 bytes each;
-# in FP8 one, and a scale of 4 bytes for every row of A ($r$ of them) and every column of the output ($h_2$). At rank 16
-# the scales of B are a fourth of what is left of B; at rank 64 they are hardly seen.
+# An adapter of rank $r$ on a projection $h_1 \to h_2$ is $r (h_1 + h_2)$ numbers. In 16 bits they take 2 bytes each; in
+# FP8 one, and a scale of 4 bytes for every row of A ($r$ of them) and every column of the output ($h_2$). At rank 16
+# the scales of B are a fourth of what is left of B; at rank 64 they hardly matter.
 
 # %%
 rows = []
@@ -57,8 +57,7 @@ display(as_markdown(pd.DataFrame(rows)))
 #
 # On the H200 (`ext_operator_tables`, table `fp8`): a decode operator 4096 to 11008, in microseconds. `fp8`: weights in
 # FP8, activations as they are; `fp8 w8a8`: activations quantised as well, which is offered because files and other
-# systems have it. It is no way to be fast here: one row per adapter has no use for FP8 products, and quantising costs
-# kernels.
+# systems have it. It is not fast here: one row per adapter has no use for FP8 products, and quantising costs kernels.
 
 # %%
 def operator_table(name: str) -> pd.DataFrame:
@@ -78,9 +77,9 @@ display(as_markdown(fp8[decode]))
 
 # %% [markdown]
 # With an adapter for every row FP8 gains most (last column), at rank 64 more than at rank 16. Shared adapters gain at
-# rank 64 and not at rank 16. One adapter for all is mostly slower in FP8, though the bytes are no more: making its
-# weights wide costs instructions. Most prefills are as fast or slower, since every tile of rows makes the weights wide
-# again. Those of 2,048 rows gain at rank 16, and those of 16 adapters at rank 64, except the longest.
+# rank 64 and not at rank 16. One adapter for all is mostly slower in FP8, though the bytes are no more: upcasting its
+# weights costs instructions. Most prefills are as fast or slower, since every tile of rows upcasts the weights again.
+# Those of 2,048 rows gain at rank 16, and those of 16 adapters at rank 64, except the longest.
 
 # %%
 display(as_markdown(fp8[~decode][["panel", "wrapper", "fp8", "fp8 / wrapper"]]))

@@ -52,12 +52,12 @@ def missing(experiment) -> Markdown:
 display(*MACHINES.figure(FIG12))
 
 # %% [markdown]
-# Plain adapters keep one factor whole on every rank; fully sharded ones (which the paper has not) cut both, for less
-# memory and fewer bytes, and pay two small collectives more per pair of layers. Results pages have both at
-# every number of ranks; on a CPU a toy model is cut, whose numbers say only that it works.
+# Plain adapters keep one factor whole on every rank; fully sharded ones (not in the paper) cut both, for less memory
+# and fewer bytes, and pay two small collectives more per pair of layers. Results pages have both at every number of
+# ranks; on a CPU a toy model is cut, only to show that it works.
 
 # %% [markdown]
-# Where a GPU runs out of pages, a request goes on elsewhere (section 5.3): its keys and values are computed again
+# Where a GPU runs out of pages, a request continues elsewhere (section 5.3): its keys and values are computed again
 # there, or copied.
 
 # %%
@@ -73,9 +73,9 @@ display(*MACHINES.figure(SEC53))
 display(*SIMULATED.figure(FIG13))
 
 # %% [markdown]
-# What was predicted beside what was published. With one exception nothing in this table was fitted to what it is
-# compared with: the simulator's constant for steps with a prompt came in while p99 was compared (88b0140). Requests,
-# tokens and the throughput's curve follow from the input and are no predictions.
+# Predictions beside what was published. With one exception nothing in this table was fitted to what it is compared
+# with: the simulator's constant for steps with a prompt came in while p99 was compared (88b0140). Requests, tokens and
+# the throughput's curve follow from the input and are not predictions.
 
 # %%
 rows = read_folder(SIMULATED.folder)

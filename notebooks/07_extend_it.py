@@ -87,7 +87,7 @@ display(as_markdown(pd.DataFrame([
 ])))  # fmt: skip
 
 # %% [markdown]
-# A popularity that stays belongs into `experiments/workload/popularity.py`; then it is an override like any other:
+# A popularity that stays belongs in `experiments/workload/popularity.py`; then it is an override like any other:
 # `make figure FIG=fig08 ARGS="workload=zipf"`.
 #
 # ## 2. A serving system
@@ -177,8 +177,8 @@ display(as_markdown(pd.DataFrame(lines)))
 
 # %% [markdown]
 # Caches may serve part of the repeated reads, and few wide blocks leave most of a GPU idle: the count says what to
-# measure, not who wins. First the kernel has to be right. Triton's interpreter runs it on the CPU, one statement after
-# the other; on a GPU the same source is compiled.
+# measure, not what is faster. First the kernel has to be right. Triton's interpreter runs it on the CPU, one statement
+# after the other; on a GPU the same source is compiled.
 
 # %%
 @triton.jit
@@ -231,9 +231,9 @@ class OneLaunchWrapper(PunicaWrapperCPU):
     _ops = OneLaunchOps()
 
 # %% [markdown]
-# What is right is said by `punica.ops.reference`, which is written to be read and rounds once. The comparison covers
-# sizes that no block divides, rows without an adapter, and the popularity of section 1. A comparison must also be able
-# to fail, so the last column runs the same kernel on weights whose slots are off by one.
+# `punica.ops.reference` defines what is right; it is written to be read, and rounds once. The comparison covers sizes
+# that no block divides, rows without an adapter, and the popularity of section 1. A comparison must also be able to
+# fail, so the last column runs the same kernel on weights whose slots are off by one.
 
 # %%
 ROWS, SLOTS, HIDDEN, WIDTHS, RANK, SCALE = 9, 9, 100, (70, 33), 8, 0.5

@@ -16,8 +16,8 @@
 #
 # A LoRA adapter changes keys and values of every token, so requests of different adapters share none. An *activated*
 # adapter (PEFT's `alora_invocation_tokens`) changes nothing before its invocation. What the base model has read then
-# serves all of them, from one copy. The same kernel, new rows that attend to cached ones, lets a long prompt join in
-# pieces. Here both run on a CPU, with a model of two small layers. Nothing is timed but in the last cell, whose rows
+# serves all of them, from one copy. The same kernel, in which new rows attend to cached ones, lets a long prompt join
+# in pieces. Here both run on a CPU, with a model of two small layers. Nothing is timed but in the last cell, whose rows
 # are stored.
 
 # %%
@@ -117,8 +117,8 @@ display(as_markdown(pd.DataFrame(lines)))
 # %% [markdown]
 # ## 3. A prompt in pieces
 #
-# Under the paper's rule a prompt is one step, which all who decode wait for. Under `"chunked"` a step takes at most so
-# many rows of prompts.
+# Under the paper's rule a prompt is one step, for which all decoding requests wait. Under `"chunked"` a step takes a
+# limited number of prompt rows.
 
 # %%
 lines, found = [], {}
