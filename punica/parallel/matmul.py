@@ -81,9 +81,13 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = N
 
 def dequantised(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``weight * scale[:, None]`` of a weight in FP8, rounded once to ``dtype``."""
-    if weight.is_cpu:
+    if not weight.is_cuda or dtype == torch.float64 or torch.compiler.is_compiling():
         return dequantize(weight, scale).to(dtype)
-    return weight.to(dtype).mul_(scale[:, None])  # exact before it; no copy in float32
+    from punica.ops.triton_ops.backbone import dequantise
+
+    real = weight.new_empty(weight.shape, dtype=dtype)
+    dequantise(real, weight, scale)
+    return real
 
 
 def is_skinny(x: Tensor, weight: Tensor) -> bool:

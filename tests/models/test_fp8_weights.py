@@ -44,7 +44,6 @@ def test_logits_are_those_of_the_dequantised_weights_and_near_the_models(name: s
         full.weight.data = dequantize(values, scale).to(dtype)
     assert torch.equal(found := logits_of(narrow, IDS), logits_of(plain, IDS))
     assert 0 < (found.double() - logits).norm() / logits.norm() < MOST_ERROR
-    assert narrow.lm_head.weight.dtype == narrow.model.embed_tokens.weight.dtype == dtype
 
 
 def test_blocks_take_the_memory_that_the_weights_leave(monkeypatch) -> None:
@@ -84,7 +83,6 @@ def test_rows_of_zeros_and_of_extreme_numbers() -> None:
     layer.weight.weight_loader(layer.weight, weight)
     assert bool((torch.isfinite(layer.weight_scale) & (layer.weight_scale > 0)).all())
     found, expected = layer(torch.eye(16, dtype=torch.bfloat16)).T.float(), weight.bfloat16().float()
-    assert torch.equal(found[0], torch.zeros(16))
     assert bool(((found - expected).abs() <= expected.abs().amax(1, keepdim=True) / 16 + 1e-14).all())
 
 

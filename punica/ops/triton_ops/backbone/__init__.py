@@ -8,5 +8,5 @@ shapes, layouts, dtypes or devices, and RuntimeError where no Triton kernel can 
 from punica.ops.triton_ops.backbone.decode_attention import Pages, choose_splits, decode_attention
 from punica.ops.triton_ops.backbone.prompt_attention import Cached, prompt_attention
 from punica.ops.triton_ops.backbone.rotary import rotary_angles, rotate_and_store
-from punica.ops.triton_ops.backbone.rows import add_rms_norm, argmax, swiglu
+from punica.ops.triton_ops.backbone.rows import add_rms_norm, argmax, dequantise, swiglu
 from punica.ops.triton_ops.backbone.skinny_gemm import MAX_TOKENS, skinny_gemm

@@ -2,6 +2,7 @@
 
     add_rms_norm    x[t] += delta[t];    out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight
     swiglu          out[t, i] = silu(gate_up[t, i]) * gate_up[t, I + i],    silu(z) = z / (1 + exp(-z))    for i < I
+    dequantise      out[n, k] = weight[n, k] * scale[n]
     argmax          out[s] = min {i : logits[s, i] = max_j logits[s, j]},    or `no_index` where a logits[s, j] is NaN
 
 Sums and products are in float32, rounded once. The sum of a residual connection is rounded to its dtype before it is
@@ -16,12 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.triton_ops.backbone.checks import check_numbers, check_rows, check_same, check_shape
+from punica.ops.triton_ops.backbone.checks import check_numbers, check_row_scales, check_rows, check_same, check_shape
 from punica.ops.triton_ops.device import pdl_launch_then_wait
+from punica.ops.triton_ops.fp8_device import as_operand, upcast
 from punica.ops.triton_ops.launch import block_at_least, launch_alone, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
-_MOST_LANES, _SWIGLU_BLOCK = 8192, 1024
+_MOST_LANES, _SWIGLU_BLOCK, _DEQUANTISE_BLOCK = 8192, 1024, 4096
 _NO_PLACE = tl.constexpr(0x7FFFFFFF)
 
 
@@ -110,6 +112,35 @@ def swiglu(out: Tensor, gate_up: Tensor) -> None:
         _swiglu_kernel, (tokens, triton.cdiv(size, _SWIGLU_BLOCK), 1), (gate_up, out),
         _Shape(size, _SWIGLU_BLOCK, supports_pdl(out.device)),
         strides=(gate_up.stride(0), out.stride(0)), dtypes=(out.dtype,), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _dequantise_kernel(weight_ptr, scale_ptr, out_ptr, weight_stride, out_stride, SHAPE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * SHAPE.block + tl.arange(0, SHAPE.block)
+    mask = offs < SHAPE.size
+    real = upcast(tl.load(weight_ptr + row * weight_stride + offs, mask=mask, other=0.0), 1, tl.float32)
+    real *= tl.load(scale_ptr + row)
+    pdl_launch_then_wait(SHAPE.pdl)  # the predecessor may read what was in the memory of `out`
+    tl.store(out_ptr + row * out_stride + offs, real.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def dequantise(out: Tensor, weight: Tensor, scale: Tensor) -> None:
+    """Write ``weight [N, K]`` in float8_e4m3fn times ``scale [N]`` in float32 to ``out [N, K]``; dense rows."""
+    check_runnable(out.device)
+    rows, size = check_shape("weight", weight, (None, None))
+    check_shape("out", out, (rows, size))
+    check_same(out)
+    check_row_scales("weight", weight, scale, out.device)
+    check_rows("out", out)
+    check_rows("weight", weight)
+    if rows == 0 or size == 0:
+        return
+    launch_alone(
+        _dequantise_kernel, (rows, triton.cdiv(size, _DEQUANTISE_BLOCK), 1), (as_operand(weight), scale, out),
+        _Shape(size, _DEQUANTISE_BLOCK, supports_pdl(out.device)),
+        strides=(weight.stride(0), out.stride(0)), dtypes=(weight.dtype, out.dtype), num_warps=8,
     )  # fmt: skip
 
 
