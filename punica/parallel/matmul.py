@@ -63,7 +63,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply as `linear` with ``weight * scale[:, None]``: ``weight [out, in]`` in float8_e4m3fn, ``scale [out]`` in
-    float32. `skinny_gemm` multiplies the sums by the scales; elsewhere the product is rounded to the dtype of ``x``.
+    float32. `skinny_gemm` multiplies sums by scales; elsewhere the weight is dequantised and rounded to ``x``'s dtype.
     """
     if x.is_cuda and is_skinny(x, weight):
         from punica.ops.triton_ops.backbone import skinny_gemm
