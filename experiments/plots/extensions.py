@@ -100,6 +100,19 @@ def draw_price_of_lora(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     return _drawn(rows, "The price of LoRA on cheaper bases", column, labels, x_label="requests")
 
 
+def draw_training(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """Time of a layer over tokens of an adapter, and relative to SGMV, a column per number of adapters."""
+
+    def column(mine: pd.DataFrame, above: Axes, below: Axes) -> None:
+        lines = {name: line / 1e3 for name, line in _by(mine, "latency", "seq_len").items()}
+        _fill(above, lines, mine[mine["metric"] == "latency"], x="seq_len")
+        _relative(below, lines, "SGMV")
+
+    layers = rows[rows["panel"].str.contains(", layer, ")]  # projections are findings
+    labels = "forward and\nbackward (ms)", "relative to SGMV"
+    return _drawn(rows if layers.empty else layers, "Training adapters", column, labels, x_label="tokens of an adapter")
+
+
 def _drawn(
     rows: pd.DataFrame, title: str, column: Callable[..., None], labels: Any, by: str = "panel",
     x_label: str = "batch size",
