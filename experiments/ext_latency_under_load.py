@@ -37,6 +37,7 @@ from experiments.workload.arrivals import Span
 
 if TYPE_CHECKING:
     from experiments.systems.loaded import LoadBench
+    from experiments.systems.stream import Job
 
 CAPACITY, AT_BASELINE = "capacity", "baseline capacity"
 WITHOUT_LORA = tuple(without_lora())
@@ -82,11 +83,11 @@ class LatencyUnderLoad(Experiment):
         check_length(cfg, "figure.max_len", figure.max_len)
         compared = WITHOUT_LORA if set(names) - set(WITHOUT_LORA) else ()
         for workload in cfg.workload.names:
-            points += [_point(cfg, CAPACITY, name, workload) for name in dict.fromkeys((*names, *compared))]
+            points += [self._point(cfg, CAPACITY, name, workload) for name in dict.fromkeys((*names, *compared))]
             for system in names:
                 panels = [f"load {percent} %" for percent in figure.loads]
                 panels += [] if system in WITHOUT_LORA else [AT_BASELINE]
-                points += [_point(cfg, panel, system, workload) for panel in panels]
+                points += [self._point(cfg, panel, system, workload) for panel in panels]
         return points
 
     def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
@@ -96,8 +97,8 @@ class LatencyUnderLoad(Experiment):
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         from experiments.systems import loaded, open_loop
 
-        bench, span = self._bench(cfg), cast(LoadConf, cfg.figure).span
-        system, jobs = bench.system(point.system), bench.jobs(point.workload)
+        bench = self._bench(cfg)
+        system, (jobs, span) = bench.system(point.system), self._stream(cfg, bench, point.workload)
         if point.panel == CAPACITY:
             return loaded.capacity_of(system, jobs, span.seconds)
         own = self._capacity(cfg, point, point.system)
@@ -118,9 +119,16 @@ class LatencyUnderLoad(Experiment):
         return readings + (bound(readings) if point.panel == AT_BASELINE else [])
 
     def _capacity(self, cfg: Config, point: Point, system: str) -> float:
-        asked = replace(_point(cfg, CAPACITY, system, point.workload), repeat=point.repeat)
+        asked = replace(self._point(cfg, CAPACITY, system, point.workload), repeat=point.repeat)
         known = row_on_disk(self, cfg, asked, "capacity")
         return self.measure(cfg, asked)[0].value if known is None else known.value
+
+    def _point(self, cfg: Config, panel: str, system: str, workload: str) -> Point:
+        rank, settings = None if system in WITHOUT_LORA else cfg.adapters.ranks[0], settings_of(cfg)
+        return Point(panel, system, workload, cfg.model.name, cfg.engine.max_batch_size, None, rank, settings)
+
+    def _stream(self, cfg: Config, bench: LoadBench, workload: str) -> tuple[list[Job], Span]:
+        return bench.jobs(workload), cast(LoadConf, cfg.figure).span
 
     def _bench(self, cfg: Config) -> LoadBench:
         from experiments.systems.loaded import LoadBench
@@ -141,12 +149,6 @@ def bound(readings: list[Reading]) -> list[Reading]:
     limit = Reading("ttft_bound", DECODE_STEPS * values["decode_step"] + values["prefill_step"], "ms")
     tail = values.get("time_to_first_token_p99")
     return [limit] if tail is None else [limit, Reading("ttft_p99_over_bound", tail / limit.value, "ratio")]
-
-
-def _point(cfg: Config, panel: str, system: str, workload: str) -> Point:
-    rank = None if system in WITHOUT_LORA else cfg.adapters.ranks[0]
-    settings = settings_of(cfg)
-    return Point(panel, system, workload, cfg.model.name, cfg.engine.max_batch_size, None, rank, settings)
 
 
 def settings_of(cfg: Config) -> dict[str, Any]:
