@@ -17,6 +17,10 @@ Each with the paper's request rate on 16 GPUs, as Figure 13 has it, and with req
     simulated_seconds: of the hour, around its peak
     ..._low, ..._high: the same over all `seeds`; the rows above are of the first
 
+Panel `rules of a step`: rms and largest residual of rules on recorded decode steps with adapters (of `figure.loads`).
+`by_rank`: as here, a time for each rank; `blis`: inference-sim's `1 + K6 / K7 * adapters`, each with a coefficient
+fitted to these steps; `blis_defaults`: with the coefficient that it comes with.
+
 A GPU has a slot for each of 32 adapters, its host memory `host_adapters`, disk the rest; loads take what `figure.loads`
 recorded, beside steps, which take what the cost model of Figure 13 says (the paper's A100, or `figure.cost`). A rule
 sees only GPUs with room, since the queue is the cluster's: no request waits for a home.
@@ -35,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from experiments.cluster.blis import DEFAULT_TIERS, recorded_steps, rule
 from experiments.cluster.costs import chosen_cost, load_cost, model_bytes, panel_of
 from experiments.cluster.hour import DURATION_S, RANK, paper_cluster, paper_hour
 from experiments.cluster.served import CAPACITY, FROM_DISK, FROM_HOST, SIMULATED_LENGTH, ServedHour, over_seeds, summary
@@ -46,8 +51,9 @@ from experiments.workload import MAX_BATCH, adapter_shares, drifting, flash_crow
 
 MODEL = "llama2-7b"
 KEPT = ("gpu_seconds", "mean_active_gpus", "max_active_gpus", "p99_time_to_first_token", "mean_throughput")
+STEP_RULES = "rules of a step"
 LOAD, MIXED, PADDED, CROWD, DRIFT = "paper's load", "mixed ranks", "mixed ranks, padded", "flash crowd", "drift"
-"""Panels. All but the first have Zipf popularity and several ranks."""
+"""Panels of loads. All but the first have Zipf popularity and several ranks."""
 CROWD_SHARE = 0.5
 """Share of the requests in the middle third that name one adapter, the least popular one before and after."""
 DRIFT_MOVES = 6
@@ -91,7 +97,10 @@ class Placement(Experiment):
             # of committed rows, wherever those of this run go
             "loads": asdict(load_cost(REPOSITORY / "results", figure.loads, MODEL)),
         }
-        return [
+        steps = recorded_steps(REPOSITORY / "results", figure.loads, MODEL)
+        known = [rank for rank in steps if rank in DEFAULT_TIERS]
+        ranks = [Point(STEP_RULES, model=MODEL, rank=rank, settings={"steps": steps[rank].tolist()}) for rank in known]
+        return ranks + [
             Point(panel_of(panel, figure.cost), rule, workload, MODEL, settings=about)
             for workload in cfg.workload.names
             for panel in panels.get(workload, (f"{LOAD}, {workload}",))
@@ -102,8 +111,23 @@ class Placement(Experiment):
         return True
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
+        if point.panel == STEP_RULES:
+            return step_rules(np.array(point.settings["steps"]), cast(int, point.rank))
         paper = folders(cfg).paper
         return over_seeds(point.settings["seeds"], lambda seed: served(paper, point, seed))
+
+
+def step_rules(steps: NDArray[np.float64], rank: int) -> list[Reading]:
+    """Compute the errors of rules for what adapters add to recorded ``steps``: by rank, and BLIS's."""
+    found = {
+        "by_rank": rule(steps, relative=False), "blis": rule(steps, relative=True),
+        "blis_defaults": rule(steps, relative=True, each=DEFAULT_TIERS[rank]),
+    }  # fmt: skip
+    return [
+        Reading(f"residual_{part}_{name}", getattr(one, part), "fraction", kind="simulated", cost_model=STEP_RULES)
+        for name, (_, one) in found.items()
+        for part in ("rms", "largest")
+    ]
 
 
 def served(paper: Path, point: Point, seed: int) -> list[Reading]:

@@ -74,7 +74,7 @@ class Fig11(Experiment):
             f", whole stream, {scale.requests} requests" if figure.whole_stream else ""
         )
         trace = cfg.workload.trace(scale.requests) if workload == TRACE else None
-        stream += f"{OF_A_TRACE}{trace.name}" if trace else ""
+        stream += f"{OF_A_TRACE}{trace.path.stem} by {trace.rule}" if trace else ""
         settings = {
             "model": model_settings(cfg.model),
             "stream": {"lengths": figure.lengths, "requests": scale.requests, "max_len": scale.max_len},

@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -40,31 +39,8 @@ class Options(Settings):
     out: Path = SAMPLE
 
 
-class Client(NamedTuple):
-    """A client in a window: requests per second, law and shape of gaps; chances of prompts and of outputs by tokens."""
-
-    name: str
-    rate: float
-    law: str
-    shape: float
-    lengths: list[dict[int, float]]
-
-    def requests(self, end: float, draws: np.random.Generator) -> Iterator[tuple[float, str, int, int]]:
-        """Draw arrivals in [0, ``end``) s, with tokens of prompt and output."""
-        times, size = np.array([-SETTLED / self.rate]), SETTLED + int(end * self.rate)
-        while times[-1] < end:
-            if self.law == "Gamma":
-                gaps = draws.gamma(self.shape, size=size) / self.shape
-            else:
-                gaps = draws.weibull(self.shape, size) / math.gamma(1 + 1 / self.shape)
-            times = np.append(times, times[-1] + np.cumsum(gaps) / self.rate)
-        times = times[(times >= 0) & (times < end)]
-        prompt, output = (
-            draws.choice([*chances], len(times), p=np.array([*chances.values()]) / sum(chances.values()))
-            for chances in self.lengths
-        )
-        for at, asked, made in zip(times.tolist(), prompt.tolist(), output.tolist(), strict=True):
-            yield at, self.name, max(1, asked), max(1, made)
+Client = tuple[str, float, str, float, list[dict[int, float]]]
+"""Name, requests per second, law and shape of gaps, chances of prompts and of outputs by their tokens."""
 
 
 def clients(folder: Path, start: int) -> Iterator[Client]:
@@ -75,21 +51,41 @@ def clients(folder: Path, start: int) -> Iterator[Client]:
             try:
                 at, rate, _, law, shape, _ = line.split(",")
                 window = (float(rate), law, float(shape)) if int(at) <= start else window
-                if law not in ("", "Gamma", "Weibull") or (law and not (float(rate) > 0 and float(shape) > 0)):
-                    raise ValueError
+                is_right = law in ("", "Gamma", "Weibull") and (not law or min(float(rate), float(shape)) > 0)
             except ValueError:
+                is_right = False
+            if not is_right:
                 raise ConfigError(
                     f"{path}, line {number}: {line!r:.80} is not time,rate,cv,law,shape,scale with Gamma or Weibull "
                     "and numbers above 0: choose a checkout of ServeGen"
-                ) from None
+                )
+        if not window[1]:
+            continue
         data = path.with_name(path.name.replace("trace.csv", "dataset.json"))
-        for at, fields in json.loads(data.read_text(encoding="utf-8")).items() if window[1] else ():
+        for at, fields in json.loads(data.read_text(encoding="utf-8")).items():
             given = [ast.literal_eval(fields[name]) for name in ("input_tokens", "output_tokens")]
             lengths = given if all(given) and int(at) <= start else lengths
-        if window[1] and not lengths:
+        if not lengths:
             raise ConfigError(f"{data} has no lengths until start={start}: choose a later one")
-        if window[1]:
-            yield Client(path.name.split("-")[1], *window, lengths)
+        yield path.name.split("-")[1], *window, lengths
+
+
+def drawn(client: Client, end: float, draws: np.random.Generator) -> Iterator[tuple[float, str, int, int]]:
+    """Draw a client's requests in [0, ``end``) s: time, name, tokens of prompt and output."""
+    name, rate, law, shape, lengths = client
+    times, size = np.array([-SETTLED / rate]), SETTLED + int(end * rate)
+    while times[-1] < end:
+        if law == "Gamma":
+            gaps = draws.gamma(shape, size=size) / shape
+        else:
+            gaps = draws.weibull(shape, size) / math.gamma(1 + 1 / shape)
+        times = np.append(times, times[-1] + np.cumsum(gaps) / rate)
+    times = times[(times >= 0) & (times < end)]
+    prompt, output = (
+        np.maximum(draws.choice([*one], len(times), p=np.array([*one.values()]) / sum(one.values())), 1)
+        for one in lengths
+    )
+    return zip(times.tolist(), [name] * len(times), prompt.tolist(), output.tolist(), strict=True)
 
 
 def trace(options: Options) -> None:
@@ -97,14 +93,14 @@ def trace(options: Options) -> None:
     found = list(clients(options.servegen / "data" / options.pool, options.start))
     if not found:
         raise ConfigError(f"data/{options.pool} of servegen={options.servegen} has no client that sends at start=")
-    rate, draws = sum(client.rate for client in found), np.random.Generator(np.random.PCG64(options.seed))
-    asked = sorted(one for client in found for one in client.requests(4 * options.requests / rate, draws))
-    lines = [f"{at:.4f},{name},{prompt},{output}\n" for at, name, prompt, output in asked[: options.requests]]
+    end, draws = 4 * options.requests / sum(rate for _, rate, *_ in found), np.random.default_rng(options.seed)
+    asked = sorted(one for client in found for one in drawn(client, end, draws))[: options.requests]
+    lines = [f"{at:.4f},{name},{prompt},{output}\n" for at, name, prompt, output in asked]
     text = ",".join(COLUMNS) + "\n" + "".join(lines)
     options.out.write_text(text, encoding="utf-8")
     about = {
         "name": options.out.stem, "sha256": hashlib.sha256(text.encode()).hexdigest(), "licence": LICENCE,
-        "rows": len(lines), "tenants": len({line.split(",")[1] for line in lines}), "columns": COLUMNS,
+        "rows": len(lines), "tenants": len({name for _, name, *_ in asked}), "columns": COLUMNS,
         "made_by": "python -m experiments.commands.trace servegen=CHECKOUT",
         "parameters": options.model_dump(include={"pool", "start", "requests", "seed"}),
     }  # fmt: skip

@@ -31,26 +31,13 @@ TRACE = "Trace"  # the workload that is a file
 SAMPLE = Path(__file__).with_name("lora-trace-v1.csv")
 BLOCK_TOKENS = 512
 FITTING = 95  # percent of requests that are scaled to fit a model; the rest are cut
-
-
-class Columns(NamedTuple):
-    """Names of a format's columns, empty where it has none, and the seconds of its unit of time."""
-
-    arrival: str
-    prompt: str
-    output: str
-    client: str = ""
-    session: str = ""
-    blocks: str = ""
-    unit_s: float = 1.0
-
-
 FORMATS = {
-    "lora": Columns("arrival_s", "prompt_tokens", "output_tokens", client="client"),
-    "azure": Columns("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
-    "burstgpt": Columns("Timestamp", "Request tokens", "Response tokens", client="Model", session="Session ID"),
-    "mooncake": Columns("timestamp", "input_length", "output_length", blocks="hash_ids", unit_s=1e-3),
+    "lora": ("arrival_s", "prompt_tokens", "output_tokens", "client", "", ""),
+    "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens", "", "", ""),
+    "burstgpt": ("Timestamp", "Request tokens", "Response tokens", "Model", "Session ID", ""),
+    "mooncake": ("timestamp", "input_length", "output_length", "", "", "hash_ids"),
 }
+"""Format -> its columns of the fields of a `TracedRequest`; empty where it has none. Mooncake's time is in ms."""
 
 
 class TracedRequest(NamedTuple):
@@ -78,10 +65,6 @@ class Trace:
         return read_trace(self.path, self.form, self.most)
 
     @property
-    def name(self) -> str:
-        return f"{self.path.stem} by {self.rule}"
-
-    @property
     def digest(self) -> str:
         """Twelve hex digits over requests and adapters."""
         return hashlib.sha256(repr((self.requests, self.adapters.tolist())).encode()).hexdigest()[:12]
@@ -94,12 +77,9 @@ class Trace:
         """
         if self.rule in WORKLOADS.names():
             return popularity(self.rule).requests(len(self.requests))
-        places = zip(*(request.blocks for request in self.requests), strict=False)
+        places, by_client = zip(*(one.blocks for one in self.requests), strict=False), self.rule == "client"
         common = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, places))
-        keys = [
-            request.client if self.rule == "client" else request.session or request.blocks[common : common + 1]
-            for request in self.requests
-        ]
+        keys = [one.client if by_client else one.session or one.blocks[common:][:1] for one in self.requests]
         if self.rule not in ("client", "session") or not any(keys):
             known = ", ".join(["client", "session", *WORKLOADS.names()])
             raise ValueError(f"it has no {self.rule} to give adapters by: choose workload.adapter={known}")
@@ -135,33 +115,31 @@ def read_trace(path: Path, form: str, most: int | None = None) -> list[TracedReq
 
 
 def _rows(file: Any, form: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    if FORMATS[form].blocks:
-        for line, text in enumerate(file, start=1):
-            try:
-                row = json.loads(text)
-            except ValueError:
-                row = None
-            yield line, row if isinstance(row, dict) else {}
-    else:
-        reader = csv.DictReader(file)
-        yield from ((reader.line_num, row) for row in reader)
+    reader = csv.DictReader(file)
+    return enumerate(map(_object, file), 1) if form == "mooncake" else ((reader.line_num, row) for row in reader)
+
+
+def _object(text: str) -> Mapping[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        return {}
 
 
 def _request(form: str, row: Mapping[str, Any], where: str) -> TracedRequest:
-    columns, found = FORMATS[form], dict[str, Any]()
-    for name, (parse, is_right, what) in PARSERS.items():
-        if column := getattr(columns, name):
-            try:
-                found[name] = parse(row.get(column))
-            except (ValueError, TypeError, OverflowError):
-                found[name] = None
-            if found[name] is None or not is_right(found[name]):
-                raise ValueError(
-                    f"{where}, column {column}: {row.get(column)!r:.80} and not {what}; correct or remove the line, or "
-                    f"choose another workload.format than {form}"
-                )
-    found["arrival"] *= columns.unit_s
-    found["blocks"] = found.get("blocks", ())[: found["prompt"] // BLOCK_TOKENS]
+    found = dict[str, Any]()
+    for column, (name, (parse, is_right, what)) in zip(FORMATS[form], PARSERS.items(), strict=True):
+        try:
+            found[name] = parse(row.get(column) if column else None)
+        except (ValueError, TypeError, OverflowError):
+            found[name] = None
+        if column and (found[name] is None or not is_right(found[name])):
+            raise ValueError(
+                f"{where}, column {column}: {row.get(column)!r:.80} and not {what}; correct or remove the line, or "
+                f"choose another workload.format than {form}"
+            )
+    found["arrival"] *= 1e-3 if form == "mooncake" else 1.0
+    found["blocks"] = (found["blocks"] or ())[: found["prompt"] // BLOCK_TOKENS]
     return TracedRequest(**found)
 
 
@@ -176,16 +154,12 @@ def _whole(given: Any) -> int:
     return int(str(given))  # so that 1.5 is none
 
 
-def _ids(given: Any) -> tuple[int, ...] | None:
-    return tuple(map(_whole, given)) if isinstance(given, list) else None
-
-
 PARSERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
     "arrival": (_seconds, math.isfinite, "a time"),
     "prompt": (_whole, lambda tokens: 0 < tokens < 2**31, "a number of tokens above 0"),
     "output": (_whole, lambda tokens: 0 <= tokens < 2**31, "a number of tokens"),
-    "client": (lambda given: given, bool, "a name"),
+    "client": (lambda given: given or "", bool, "a name"),
     "session": (lambda given: given or "", lambda _: True, "a name"),  # older files of BurstGPT have no such column
-    "blocks": (_ids, lambda _: True, "a list of numbers"),
+    "blocks": (tuple, lambda ids: all(type(one) is int for one in ids), "a list of whole numbers"),
 }
-"""Field of a request -> its parser, check, and what that needs."""
+"""Field of a `TracedRequest` -> its parser, check, and what that needs."""

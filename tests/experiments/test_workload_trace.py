@@ -1,15 +1,16 @@
-"""`workload=trace`: requests of a file in Figure 11 and under loads on a server, and what it refuses."""
+"""`workload=trace`: a file's requests in Figure 11, under loads on servers, beside a popularity; and refusals."""
 
+from collections import Counter
 from itertools import islice
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from fake_server import fake_server
 from fakes import composed
 
-from experiments.ext_prefix_cache import EXPERIMENT as PREFIX
 from experiments.ext_servers import EXPERIMENT as SERVERS
+from experiments.ext_traces import EXPERIMENT as TRACES
+from experiments.fig08_lora_operator import EXPERIMENT as FIG08
 from experiments.fig11_textgen import EXPERIMENT as FIG11
 from experiments.fig11_textgen import sizes_of
 from experiments.harness import ConfigError
@@ -19,72 +20,87 @@ from experiments.measure.records import read_rows
 from experiments.servers.stream import TracedStream
 from experiments.systems.bench import StreamBench
 from experiments.workload.arrivals import Span
-from experiments.workload.traces import SAMPLE, TRACE, Trace
+from experiments.workload.traces import TRACE, Trace
 
-AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{n},{10 + n},5\n" for n in (0, 0, 0, 9))
+BENCH = SimpleNamespace(world=SimpleNamespace(vocab_size=64, limits=None))
 
 
 @pytest.fixture
 def azure(tmp_path):
-    (tmp_path / "azure.csv").write_text(AZURE)
+    lines = [f"{at},{prompt},5" for at, prompt in ((0, 10), (0, 11), (0, 12), (9, 13))]
+    (tmp_path / "azure.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
     return "workload=trace", f"workload.path={tmp_path / 'azure.csv'}", "workload.format=azure", "workload.adapter=Zipf"
 
 
+def settled(tmp_path, experiment, *given):
+    return settle(composed(tmp_path, *given, name=experiment.name), experiment)
+
+
 def test_figure_11_serves_the_requests_of_the_file(tmp_path, azure):
-    cfg = settle(composed(tmp_path, "system=punica", "scale.requests=3", *azure, name=FIG11.name), FIG11)
+    cfg = settled(tmp_path, FIG11, "system=punica", "scale.requests=3", *azure)
     (point,) = FIG11.points(cfg)
     assert (point.panel, point.workload) == ("7B Model, trace azure by Zipf", TRACE)
-    jobs = StreamBench(SimpleNamespace(vocab_size=64, limits=None), sizes_of(cfg)[1], (1, 1)).jobs(TRACE)
-    assert [(len(job.prompt), job.new_tokens) for job in jobs] == [(10, 5)] * 3
+    jobs = StreamBench(BENCH.world, sizes_of(cfg)[1], (1, 1)).jobs(TRACE)
+    assert [(len(job.prompt), job.new_tokens) for job in jobs] == [(10, 5), (11, 5), (12, 5)]
     assert {job.adapter_id for job in jobs} == {1, 2}
     cfg.workload.adapter = "Distinct"
-    (other,) = FIG11.points(cfg)
-    assert other.settings["trace"] != point.settings["trace"]
+    assert FIG11.points(cfg)[0].settings["trace"] != point.settings["trace"]
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (["workload.adapter=tenant"], r"no tenant .*client, session, Distinct"),
-        (["workload.path=/absent.csv"], r"workload.path=/absent.csv cannot be read: .*No such file"),
-        (["workload.format=azure"], r"line 2, column TIMESTAMP"),
-        (["workload.format=parquet"], r"workload.format=parquet must be 'lora', 'azure'"),
-    ],
-)
-def test_a_trace_that_cannot_be_read_is_refused_before_anything_is_measured(tmp_path, given, words):
-    with pytest.raises(ConfigError, match=words):
-        FIG11.points(settle(composed(tmp_path, "workload=trace", *given, name=FIG11.name), FIG11))
+REFUSED = {
+    "workload.adapter=tenant": "no tenant .*client, session, Distinct",
+    "workload.path=/absent.csv": r"workload.path=/absent.csv cannot be read: .*No such file",
+    "workload.format=azure": "line 2, column TIMESTAMP",
+    "workload.format=parquet": "workload.format=parquet must be 'lora', 'azure'",
+    "workload.names=[Trace,Skewer]": "'Skewer', which is unknown",
+}
 
 
-def test_figures_of_popularities_refuse_a_trace(tmp_path):
-    with pytest.raises(ConfigError, match="workload=trace is not read by ext_prefix_cache"):
-        settle(composed(tmp_path, "workload=trace", name="ext_prefix_cache"), PREFIX)
+@pytest.mark.parametrize("given", REFUSED)
+def test_a_trace_that_cannot_be_read_is_refused_before_anything_is_measured(tmp_path, given):
+    with pytest.raises(ConfigError, match=REFUSED[given]):
+        FIG11.points(settled(tmp_path, FIG11, "workload=trace", given))
+    with pytest.raises(ConfigError, match="workload=trace is not read by fig08_lora_operator"):
+        settled(tmp_path, FIG08, "workload=trace")
 
 
-def test_a_stream_for_servers_has_the_traces_adapters_lengths_and_bursts(tmp_path, azure):
-    trace = Trace(tmp_path / "azure.csv", "azure", "Distinct")
+def test_loads_on_servers_have_the_traces_adapters_lengths_and_bursts(tmp_path, azure):
+    trace = Trace(tmp_path / "azure.csv", "azure", "Identical")
     stream = TracedStream(TRACE, ["a", "b"], 4, [9, 6], 64, 0, trace=trace)
-    names = [["a", "b"][adapter % 2] for adapter in trace.adapters]
-    assert [job.model for job in islice(stream.jobs(), 5)] == [*names, names[0]]
-    assert [(len(job.prompt), job.new_tokens) for job in islice(stream.jobs(), 5)] == [(10, 5)] * 3 + [(19, 5), (10, 5)]
+    sizes = [(job.model, len(job.prompt), job.new_tokens) for job in islice(stream.jobs(), 5)]
+    assert sizes == [("a", size, 5) for size in (10, 11, 12, 13, 10)]
     assert stream.arrivals(2.0, Span(0.0, 1.0, 2.0)) == pytest.approx([0, 0, 0, 1.5, 2, 2, 2])
+    points = SERVERS.points(settled(tmp_path, SERVERS, *azure))
+    assert {point.panel for point in points if "trace" in point.settings} == {"4 in flight", "8 requests/s"}
 
 
 @pytest.mark.slow
 def test_a_server_is_loaded_by_a_trace(tmp_path, azure):
     with fake_server("right") as fake:
-        given = [f"figure.url={fake.url}", "figure.requests=4", "figure.in_flight=[2]", "figure.seconds=0.3"]
-        outcome = run(composed(tmp_path, *given, *azure[:3], "workload.adapter=Identical", name=SERVERS.name), SERVERS)
-        sizes = {len(body["prompt"]) for body in fake.bodies}
-    rows = read_rows(outcome.rows_file)
-    assert outcome.failed == []
-    assert {(row.workload, row.panel) for row in rows} == {(TRACE, "2 in flight"), (TRACE, "8 requests/s")}
-    assert sizes == {10, 19}
+        given = [f"figure.url={fake.url}", "figure.in_flight=[2]", "figure.seconds=0.3", *azure[:3]]
+        outcome = run(composed(tmp_path, *given, "workload.adapter=Identical", name=SERVERS.name), SERVERS)
+        assert {len(body["prompt"]) for body in fake.bodies} == {10, 11, 12, 13}
+    assert {(row.workload, row.panel) for row in read_rows(outcome.rows_file)} == {
+        (TRACE, "2 in flight"), (TRACE, "8 requests/s"),
+    }  # fmt: skip
 
 
-def test_of_engines_a_trace_loads_servers_alone(tmp_path):
-    cfg = settle(composed(tmp_path, "workload=trace", "figure.adapters=26", name=SERVERS.name), SERVERS)
-    points = SERVERS.points(cfg)
-    assert {point.panel for point in points if point.workload == TRACE} == {"4 in flight", "8 requests/s"}
-    assert Trace(SAMPLE, "lora", "client", cfg.figure.requests).digest in [p.settings.get("trace") for p in points]
-    assert np.unique(Trace(SAMPLE, "lora", "client").adapters).size == 26
+def test_beside_a_trace_a_popularity_has_its_lengths_rate_and_number_of_adapters(tmp_path, azure):
+    cfg = settled(tmp_path, TRACES, *azure[1:], "figure.max_len=40")
+    cells = [(point.panel, point.workload) for point in TRACES.points(cfg)]
+    assert cells == [("capacity", TRACE), *[(f"load {n} %", w) for w in (TRACE, "Zipf") for n in cfg.figure.loads]]
+    (own, bursts), (others, poisson) = (TRACES._stream(cfg, BENCH, name) for name in (TRACE, "Zipf"))
+    sizes = [Counter((len(job.prompt), job.new_tokens) for job in jobs) for jobs in (own, others)]
+    assert sizes[0] == sizes[1] == Counter({(size, 5): 1 for size in (10, 11, 12, 13)})
+    assert {job.adapter_id for job in others} <= {job.adapter_id for job in own} == {1, 2, 3}
+    assert bursts.at(8.0).arrivals(8.0, 0)[:4] == pytest.approx([0, 0, 0, 0.375])
+    assert len(poisson.arrivals(200.0, 0)) == pytest.approx(len(bursts.arrivals(200.0, 0)), rel=0.2)
+
+
+@pytest.mark.slow
+def test_tenants_of_a_trace_have_rows_and_a_figure(tmp_path):
+    outcome = run(composed(tmp_path, "draw=true", name=TRACES.name), TRACES)
+    assert (outcome.failed, len(outcome.figures)) == ([], 2)
+    rows = [row for row in read_rows(outcome.rows_file) if row.metric in ("offered_rate", "lost")]
+    assert {row.value for row in rows if row.metric == "lost"} == {0}
+    assert len({row.value for row in rows if row.metric == "offered_rate" and row.panel == "load 60 %"}) == 1
