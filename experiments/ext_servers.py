@@ -55,7 +55,7 @@ from tqdm import tqdm
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import by_cell, model_settings
 from experiments.harness.schema import Count, Counts, Seconds
-from experiments.servers.stream import NONE, Stream, TracedStream, companies, ids, longest, stream_lengths
+from experiments.servers.stream import NONE, Stream, companies, ids, longest, stream_lengths
 from experiments.servers.systems import HOW_TO_GET_VLLM, PUNICA, SYSTEMS, versions
 from experiments.workload import popularity
 from experiments.workload.arrivals import Span
@@ -134,7 +134,7 @@ class Servers(Experiment):
             server = _url(cfg).server
             check(cfg, len(server.adapters), f"{server.url} has")
             settings = {"server": asdict(server), "stream": asdict(_stream(cfg, NONE, ())),
-                        "load": [*astuple(figure.span), figure.fields]}  # fmt: skip
+                        "load": [*astuple(figure.span)[:-1], figure.fields]}  # fmt: skip
             return [
                 Point(panel, server.label, workload, server.base, settings=settings | _of_trace(cfg, workload))
                 for panel, workload, _ in loads
@@ -233,8 +233,8 @@ def _url(cfg: Config) -> Served:
 
 def _stream(cfg: Config, workload: str, adapters: Sequence[str], repeat: int = 0) -> Stream:
     figure, seed = cast(ServersConf, cfg.figure), cfg.adapters.seed + repeat
-    given = workload, adapters, figure.requests, figure.lengths, cfg.model.vocab_size, seed
-    return TracedStream(*given, trace=cfg.workload.trace(figure.requests)) if workload == TRACE else Stream(*given)
+    trace = cfg.workload.trace(figure.requests) if workload == TRACE else None
+    return Stream(workload, adapters, figure.requests, figure.lengths, cfg.model.vocab_size, seed, trace)
 
 
 def _of_trace(cfg: Config, workload: str) -> dict[str, str]:
@@ -244,7 +244,7 @@ def _of_trace(cfg: Config, workload: str) -> dict[str, str]:
 def _settings(cfg: Config, system: str, workload: str) -> dict[str, Any]:
     figure, about = cast(ServersConf, cfg.figure), SYSTEMS[system]
     engine = [versions(about, figure.vllm_python), about.described()]
-    load: dict[str, Any] = {"load": list(astuple(figure.span))} if about.is_server else {}
+    load: dict[str, Any] = {"load": list(astuple(figure.span)[:-1])} if about.is_server else {}
     load |= _of_trace(cfg, workload)
     sizes = figure.sizes_of_work()
     return {"model": model_settings(cfg.model), "sizes": sizes, "engine": engine, "seed": cfg.adapters.seed, **load}

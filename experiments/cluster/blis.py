@@ -31,7 +31,6 @@ class Options(Settings):
 
     machine: str  # a folder of results/
     base: str = "llama2-7b"  # model
-    slots: Count = MAX_BATCH
     tenants: Count = 26  # adapters client-0 and so on, of the recorded rank
     out: Path
 
@@ -43,18 +42,17 @@ def recorded_steps(results: Path, machine: str, model: str) -> dict[int, NDArray
     for rank in sorted({int(one) for one in rows["rank"].dropna()}):
         steps = timed(rows[rows["rank"] == rank], model, decoding, metric=STEP, system="punica", panel="decode")
         plain = {replace(step.work, adapter_ranks=0): step.seconds for step in steps if not step.work.adapter_ranks}
-        given = [(step.work.adapter_ranks / rank, step) for step in steps if step.work.adapter_ranks]
-        if given:
-            lines = [(plain[replace(step.work, adapter_ranks=0)], step.seconds, number) for number, step in given]
-            found[rank] = np.array(lines)
+        lines = [
+            (plain[replace(step.work, adapter_ranks=0)], step.seconds, step.work.adapter_ranks / rank)
+            for step in steps
+            if step.work.adapter_ranks
+        ]
+        found |= {rank: np.array(lines)} if lines else {}
     return found
 
 
 def rule(steps: NDArray[np.float64], relative: bool, each: float | None = None) -> tuple[float, Residuals]:
-    """Return what an adapter adds to a step, ``relative`` to it (BLIS) or in time, and the errors on ``steps`` [n, 3].
-
-    ``each`` None: fitted to them by least relative squares.
-    """
+    """Return ``each`` (None: fitted), what an adapter adds, ``relative`` to a step (BLIS) or in s; and its errors."""
     plain, seconds, adapters = steps.T
     part = adapters * (plain if relative else 1.0) / seconds
     each = float(part @ (1 - plain / seconds) / (part @ part)) if each is None else each
@@ -69,7 +67,7 @@ def lora_block(results: Path, options: Options) -> dict[str, Any]:
         raise ConfigError(f"machine={options.machine} has no steps of {options.base} with adapters: choose another")
     footprint = float(size.lora * size.itemsize)
     return {
-        "adapter_capacity": options.slots,
+        "adapter_capacity": MAX_BATCH,
         "load_base_latency_us": 1e6 * loads.host_base,
         "load_bandwidth_bytes_us": footprint / (1e6 * loads.host_rank),
         "footprint_bytes_per_rank": footprint,
@@ -79,7 +77,6 @@ def lora_block(results: Path, options: Options) -> dict[str, Any]:
 
 
 def export(options: Options) -> None:
-    """Write the file."""
     options.out.write_text(OmegaConf.to_yaml({"lora": lora_block(REPOSITORY / "results", options)}), encoding="utf-8")
 
 

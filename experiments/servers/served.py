@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,9 @@ class Served:
 
     async def _readings(self, stream: Stream, load: float, span: Span) -> list[Reading]:
         """Run one load. `CheckFailed`: no answer is right."""
-        arrivals = load if isinstance(load, int) else stream.arrivals(load, span)
+        if stream.trace:
+            span = replace(span, bursts=stream.trace.arrivals)
+        arrivals = load if isinstance(load, int) else span.arrivals(load, stream.seed).tolist()
         async with Client(self.server, self.key, self.fields) as client:
             found = await run(client, stream.jobs(), span, arrivals)
         if found.answers and all(answer.error for answer in found.answers):

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from experiments.workload import popularity
-from experiments.workload.arrivals import Span
 from experiments.workload.traces import Trace
 
 NONE = ""  # popularity of requests without adapters
@@ -28,6 +26,7 @@ class Job:
 class Stream:
     """Chats of a popularity: lengths and adapters of `requests` of them come again and again, prompts are new.
     `adapters`: names; they take turns where the popularity has more. `lengths`: means of prompt and output.
+    `trace`: has adapters, and lengths in proportion to the longest of the chats.
     """
 
     workload: str
@@ -36,35 +35,19 @@ class Stream:
     lengths: Sequence[int]
     vocab_size: int
     seed: int
-
-    def drawn(self) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
-        """Return lengths and adapters of the requests that come again and again."""
-        return stream_lengths(self.requests, *self.lengths), popularity(self.workload).requests(self.requests)
-
-    def arrivals(self, rate: float, span: Span) -> list[float]:
-        return span.arrivals(rate, self.seed).tolist()
+    trace: Trace | None = None
 
     def jobs(self) -> Iterator[Job]:
-        lengths, adapters = self.drawn()
+        lengths = stream_lengths(self.requests, *self.lengths)
+        if self.trace:
+            drawn = self.trace.lengths(longest(*self.lengths))
+            lengths = list(zip(drawn.prompt.tolist(), drawn.output.tolist(), strict=True))
+        adapters = self.trace.adapters if self.trace else popularity(self.workload).requests(self.requests)
         draws = np.random.Generator(np.random.PCG64(self.seed))
         while True:
             for (size, new), adapter in zip(lengths, adapters, strict=True):
                 prompt = draws.integers(self.vocab_size, size=size).tolist()
                 yield Job(self.adapters[adapter % len(self.adapters)], prompt, new)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TracedStream(Stream):
-    """Requests of a trace, at its bursts, scaled to the longest of the chats."""
-
-    trace: Trace
-
-    def drawn(self) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
-        lengths = self.trace.lengths(longest(*self.lengths))
-        return list(zip(lengths.prompt.tolist(), lengths.output.tolist(), strict=True)), self.trace.adapters
-
-    def arrivals(self, rate: float, span: Span) -> list[float]:
-        return self.trace.arrivals(rate, span.deadline).tolist()
 
 
 def longest(prompt: int, new: int) -> int:

@@ -62,6 +62,8 @@ class Span:
     """Expected requests in the measured time, which a low rate lengthens for them ..."""
     longest: float = math.inf
     """... up to this (or `seconds`, if more)."""
+    bursts: Callable[[float, float], NDArray[np.float64]] | None = None
+    """Arrivals by rate and end of a trace, in place of a Poisson process."""
 
     def at(self, rate: float) -> "Span":
         return replace(self, seconds=max(self.seconds, min(self.least / rate, self.longest)))
@@ -75,5 +77,7 @@ class Span:
         return self.warm + self.seconds + self.drain
 
     def arrivals(self, rate: float, seed: int) -> NDArray[np.float64]:
-        """Seconds at which requests arrive, a Poisson process of `rate` per second, until the deadline."""
+        """Seconds at which requests arrive until the deadline, at `rate` per second: a Poisson process, or `bursts`."""
+        if self.bursts:
+            return self.bursts(rate, self.deadline)
         return poisson_arrivals(rate, self.deadline, independent_seeds(seed, 1)[0])

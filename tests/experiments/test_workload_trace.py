@@ -17,7 +17,7 @@ from experiments.harness import ConfigError
 from experiments.harness.resume import run
 from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
-from experiments.servers.stream import TracedStream
+from experiments.servers.stream import Stream
 from experiments.systems.bench import StreamBench
 from experiments.workload.arrivals import Span
 from experiments.workload.traces import TRACE, Trace
@@ -66,10 +66,11 @@ def test_a_trace_that_cannot_be_read_is_refused_before_anything_is_measured(tmp_
 
 def test_loads_on_servers_have_the_traces_adapters_lengths_and_bursts(tmp_path, azure):
     trace = Trace(tmp_path / "azure.csv", "azure", "Identical")
-    stream = TracedStream(TRACE, ["a", "b"], 4, [9, 6], 64, 0, trace=trace)
+    stream = Stream(TRACE, ["a", "b"], 4, [9, 6], 64, 0, trace)
     sizes = [(job.model, len(job.prompt), job.new_tokens) for job in islice(stream.jobs(), 5)]
     assert sizes == [("a", size, 5) for size in (10, 11, 12, 13, 10)]
-    assert stream.arrivals(2.0, Span(0.0, 1.0, 2.0)) == pytest.approx([0, 0, 0, 1.5, 2, 2, 2])
+    span = Span(0.0, 1.0, 2.0, bursts=trace.arrivals)
+    assert span.arrivals(2.0, 0) == pytest.approx([0, 0, 0, 1.5, 2, 2, 2])
     points = SERVERS.points(settled(tmp_path, SERVERS, *azure))
     assert {point.panel for point in points if "trace" in point.settings} == {"4 in flight", "8 requests/s"}
 
