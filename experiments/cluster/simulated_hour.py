@@ -52,17 +52,12 @@ def _panels(cfg: Config) -> Iterator[tuple[Point, Callable[[], list[Reading]]]]:
             run = partial(over_seeds, figure.seeds, partial(stream_readings, one, workload, figure.requests, steps))
             yield _point(served.STREAM, "punica", workload, one, steps, requests=figure.requests, **seeds), run
     loads = costs.recorded_load_costs(results)
-    for machine, fitted in costs_of(paper, results).items():
+    papers = {("a100-80g", MODELS[role][0]): costs.paper_a100(paper, role) for role in ("7B", "13B")}
+    for machine, fitted in {**papers, **costs.recorded_costs(results)}.items():
         fits: dict[str, Fitted[StepCost] | Fitted[LoadCost]] = {"cost": fitted}
         fits |= {"load": loads[machine]} if machine in loads else {}
         settings = {"loads": asdict(loads[machine].cost)} if machine in loads else {}
         yield _point(served.COSTS, machine[0], "", machine[1], fitted.cost, **settings), partial(fit_readings, fits)
-
-
-def costs_of(paper: Path, results: Path) -> dict[tuple[str, str], Fitted[StepCost]]:
-    """Return cost models of the paper's A100 and of every machine with recorded rows that give one."""
-    papers = {("a100-80g", MODELS[role][0]): costs.paper_a100(paper, role) for role in ("7B", "13B")}
-    return {**papers, **costs.recorded_costs(results)}
 
 
 def _point(panel: str, system: str, workload: str, model: str, cost: StepCost, **settings: Any) -> Point:

@@ -1,6 +1,5 @@
 """Commands over many figures: their Hydra entry, and one step per figure that survives the failure of others."""
 
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from experiments.harness.catalogue import experiments
-from experiments.harness.command import given, launch, or_exit, register, register_app, said_by_hydra
+from experiments.harness.command import given, launch, register, register_app, said_by_hydra
 from experiments.harness.experiment import CheckFailed, Experiment
 from experiments.harness.schema import BatchConf, ConfigError, validated
 from experiments.harness.settings import ALWAYS_READ, Folders, keys_read, refuse_unread
@@ -37,13 +36,6 @@ def batch_main(name: str, doc: str, job: Callable[[DictConfig], int], *reads: st
         refuse_unread(given(), {*ALWAYS_READ, *reads}.union(*map(keys_read, chosen)), who)
         return job(cfg)
 
-    def refuse_keys_of_one_figure() -> None:
-        for word in sys.argv[1:]:
-            if re.match(r"\+*figure[.=@]", word):
-                own = f"python -m experiments.fig08_lora_operator {word}"
-                raise ConfigError(f"{word} is of one figure, and {name} takes many: give it to a script, as in {own}")
-
-    or_exit(refuse_keys_of_one_figure)
     launch(name, task)
 
 

@@ -10,7 +10,6 @@ the calibrations between points, is printed and not counted.
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -25,6 +24,9 @@ from experiments.report import expected
 from experiments.report.expected import Held
 from experiments.report.machines import HERE, machine_of, read_folder, rows_files
 
+CLAIM = [*expected.QUANTITY, "here", "low", "high", "value", "verdict_here"]
+LINE = [*expected.LINE, "common", "repeats", "here", "low", "high"]
+"""Columns of what is outside, as printed."""
 NOT_COUNTED = "measurements and measured claims that are outside are not counted"
 
 
@@ -40,35 +42,14 @@ def refuse(cfg: DictConfig, fresh: Path, recorded: Path) -> None:
         raise ConfigError(f"no rows in {fresh}: measure them with make reproduce")
 
 
-def claims_said(held: Held) -> Iterator[str]:
-    """Describe the claims: quantities outside, verdicts that turned, claims without a value here."""
-    yield f"Claims: {len(held.compared)} quantities held, {len(held.outside)} outside"
-    for one in held.outside.itertuples():
-        said = f"{one.here:.4g}, expected {one.low:.4g} to {one.high:.4g} (recorded {one.value:.4g})"
-        yield f"  outside: {one.claim} {one.quantity}: {said}"
-    turned = held.compared[held.compared["verdict"] != held.compared["verdict_here"]].drop_duplicates("claim")
-    yield from (f"  {one.claim} is {one.verdict_here!r} here, {one.verdict!r} recorded" for one in turned.itertuples())
-    yield from not_compared(held, "claim", "no value here", "no recorded value")
-
-
-def rows_said(held: Held) -> Iterator[str]:
-    """Describe the measurements: lines outside by figure, then figures without a common point."""
-    points = int(held.compared["common"].sum())
-    yield f"Measurements: {len(held.compared)} held, at {points} common points, {len(held.outside)} outside"
-    one: Any
-    for one in held.outside.itertuples():
-        name = ", ".join(filter(None, (f"figure {one.figure}", one.system, one.model, f"{one.metric} ({one.unit})")))
-        often = "" if one.repeats > 1 else "recorded once"
-        where = ", ".join(filter(None, (one.timer, f"{one.common:.0f} points", often)))
-        yield f"  outside: {name}: {one.here:.3f} of the recorded, expected {one.low:.3f} to {one.high:.3f}; {where}"
-    yield from not_compared(held, "figure", "not measured here", "not recorded")
-
-
-def not_compared(held: Held, column: str, absent: str, unknown: str) -> Iterator[str]:
-    """Count the lines of one side alone, by ``column``."""
-    for side, why in ((held.absent, absent), (held.unknown, unknown)):
+def said(what: str, held: Held, columns: list[str], key: str) -> Iterator[str]:
+    """Say how many lines were held, and list those outside; then the lines of one side alone, by ``key``."""
+    yield f"{what}: {len(held.compared)} held, {len(held.outside)} outside"
+    if len(held.outside):
+        yield held.outside[columns].to_string(index=False, float_format="{:.4g}".format)
+    for side, why in ((held.absent, "not measured here"), (held.unknown, "not recorded")):
         if len(side):
-            counts = side[column].value_counts(sort=False)
+            counts = side[key].value_counts(sort=False)
             yield f"  not compared, {why}: {', '.join(f'{name} ({n})' for name, n in counts.items())}"
 
 
@@ -87,16 +68,18 @@ def check(cfg: DictConfig) -> int:
     here = machine_of(places.fresh_rows, places.fresh_figures, places.paper, HERE)
     recorded = read_folder(places.recorded_rows)
     claims, rows = expected.hold_claims(of_claims, here.verdicts), None
-    lines, excused = [*claims_said(claims)], set[str]()
+    lines, excused = [*said("Claims", claims, CLAIM, "claim")], set[str]()
+    turned = claims.compared[claims.compared["verdict"] != claims.compared["verdict_here"]].drop_duplicates("claim")
+    lines += [f"  {one.claim} is {one.verdict_here!r} here, {one.verdict!r} recorded" for one in turned.itertuples()]
     theirs, ours = (", ".join(distinct(side, "device")) for side in (recorded, here.rows))
     if theirs != ours:
         lines.append(f"Measurements: not compared, recorded on {theirs}, these on {ours}; there {NOT_COUNTED}")
         excused = set(here.rows["figure"])
     else:
         rows = expected.hold_rows(of_rows, recorded, here.rows)
-        lines += rows_said(rows)
+        lines += said("Measurements, over the recorded ones", rows, LINE, "figure")
         if slow := expected.other_speeds(recorded, here.rows):
-            named = "; ".join(f"figure {figure} ({said})" for figure, said in slow.items())
+            named = "; ".join(f"figure {figure} ({how})" for figure, how in slow.items())
             lines.append(f"Measured at another speed than recorded: {named}. Of these {NOT_COUNTED}")
             excused = set(slow)
     found, counts = len(claims.outside), counted(claims, rows, here.verdicts, excused)

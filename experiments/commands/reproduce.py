@@ -35,14 +35,16 @@ def reproduce(cfg: DictConfig) -> int:
     """Run every chosen figure, then the report if any row changed; 0 when all went well."""
     started = time.perf_counter()
     configs, broken = each(cfg, composed)
-    shares, place, of = minutes_of(configs), itertools.count(1), len(configs) + len(broken)
+    minutes = {name: cfg.figure.minutes.get(cfg.scale.name) for name, cfg in configs.items()}
+    shares = {name: one for name, one in minutes.items() if one is not None}
+    place, of = itertools.count(1), len(configs) + len(broken)
     deadline = Deadline(shares)
 
     def one(experiment: Experiment) -> Outcome:
         name, left = experiment.name, "no limit of time"
         if name in shares:
-            minutes = deadline.minutes_left
-            left = f"{minutes:.1f} minutes left in all" if minutes > 0 else "no time left: one measurement of it"
+            rest = deadline.minutes_left
+            left = f"{rest:.1f} minutes left in all" if rest > 0 else "no time left: one measurement of it"
         print(f"figure {next(place)} of {of}: {name}, {left}", file=sys.stderr, flush=True)
         if name in broken:
             raise ConfigError(broken[name])
@@ -69,12 +71,6 @@ def reproduce(cfg: DictConfig) -> int:
         finish(command="reproduce", failed=failures, measured=changed, figures=figures, **counts, report=report,
                seconds=seconds)  # fmt: skip
     return 1 if failures else 0
-
-
-def minutes_of(configs: Mapping[str, DictConfig]) -> dict[str, float]:
-    """Return the minutes at their scale of those figures that have some."""
-    found = {name: cfg.figure.minutes.get(cfg.scale.name) for name, cfg in configs.items()}
-    return {name: minutes for name, minutes in found.items() if minutes is not None}
 
 
 def failed(failures: Mapping[str, str], outcomes: Mapping[str, Outcome]) -> list[str]:

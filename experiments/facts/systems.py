@@ -111,10 +111,6 @@ def name_of(system: str) -> str:
     return (SYSTEMS.get(system).label if system in SYSTEMS.names() else "") or system
 
 
-def short_name(system: str) -> str:
-    return name_of(system).partition(",")[0]
-
-
 def policies(systems: Iterable[str]) -> str:
     """A sentence about whose policies `systems` have, for captions; empty where none has another system's.
 
@@ -123,5 +119,5 @@ def policies(systems: Iterable[str]) -> str:
     """
     here = set(systems)
     chosen = [one for one in entries() if one.policy and one.name in here]
-    said = [f"{short_name(one.name)}: the policy of {one.policy}" for one in chosen]
+    said = [f"{name_of(one.name).partition(',')[0]}: the policy of {one.policy}" for one in chosen]
     return f"{', '.join(said)}, on this engine without LoRA" if said else ""

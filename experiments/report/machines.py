@@ -103,8 +103,8 @@ NO_NUMBER = {"title", "minutes", "passes", "tries", "name"}
 
 def older(rows: pd.DataFrame, path: Path) -> pd.Series:
     """Tell which ``rows`` of the file ``path`` are older; all where its script was renamed or deleted."""
-    script = script_of(path)
-    if script is None:
+    script = REPOSITORY / "experiments" / f"{path.stem}.py"
+    if not script.is_file():
         return pd.Series(True, rows.index)
     old = rows["source_hash"].ne(fingerprint(script))
     if not path.is_relative_to(RECORDED):
@@ -123,12 +123,6 @@ def other_versions(rows: pd.DataFrame) -> pd.Series:
         for name, pinned in pinned_versions(str(hardware)).items():
             other.loc[part.index] |= part[name].fillna("").map(_minor).ne(_minor(pinned))
     return other
-
-
-def script_of(rows_file: Path) -> Path | None:
-    """Return the script of `experiments/` that writes ``rows_file``; None where it was renamed or deleted."""
-    path = REPOSITORY / "experiments" / f"{rows_file.stem}.py"
-    return path if path.is_file() else None
 
 
 @cache

@@ -117,7 +117,7 @@ def test_a_report_that_fails_keeps_the_run_and_the_next_writes_it(measured, erro
         ("figures=[fig08] scale.repeats=0", "scale.repeats=0 must be at least 1"),
         ("source=old", "source=old must be 'auto'"),
         ("figures=[fig08,readme] model=llama-tiny", "model=llama-tiny would change nothing"),
-        ("figure.minutes.laptop=0.01", "figure.minutes.laptop=0.01 is of one figure, and reproduce takes many"),
+        ("figure.minutes.laptop=0.01", "figure= would be read by nothing"),
         ("~scale", "~scale: ~ is no home folder here, and no key can be deleted"),
         ("scale=foo", "Could not find 'scale/foo' Available options in 'scale': gpu laptop paper smoke"),
     ],
