@@ -1,6 +1,6 @@
 """Extension: throughput and latency of tenants' requests as production's clients send them, beside a popularity.
 
-Claim: none of the paper's, whose requests arrive as a Poisson process for all tenants. Workload `Trace` has the arrivals,
+Claim: none of the paper's, whose requests arrive as a Poisson process of all tenants. Workload `Trace` has arrivals,
 lengths and tenants of `workload.path`: the sample from ServeGen's clients, or a file of Azure, BurstGPT or Mooncake.
 Others have its lengths in random order, as many adapters, and Poisson arrivals at the same mean rate. Expected shape:
 equal throughput below capacity; later first tokens, above all the last ones, in bursts.

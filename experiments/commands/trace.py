@@ -52,7 +52,7 @@ def clients(folder: Path, start: int) -> Iterator[Client]:
             except ValueError:
                 is_right = False
             if not is_right:
-                raise ConfigError(f"{path}, line {number}: {line!r:.80} and not time,rate,cv,law,shape,scale of a client")
+                raise ConfigError(f"{path}, line {number}: {line!r:.80} is not time,rate,cv,law,shape,scale")
         data = path.with_name(path.name.replace("trace.csv", "dataset.json"))
         for at, fields in json.loads(data.read_text(encoding="utf-8")).items() if window[1] else ():
             given = [ast.literal_eval(fields[name]) for name in ("input_tokens", "output_tokens")]
