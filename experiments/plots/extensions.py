@@ -113,6 +113,20 @@ def draw_training(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     return _drawn(rows if layers.empty else layers, "Training adapters", column, labels, x_label="tokens of an adapter")
 
 
+def draw_mixtures(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """Latency over the adapters of a row, and relative to the mixture, a column per workload and rank."""
+    parts = rows["panel"].str.extract(r"(?P<case>.*), k = (?P<k>\d+)")
+    rows = rows.assign(case=parts["case"], k=parts["k"].astype(int))
+
+    def column(mine: pd.DataFrame, above: Axes, below: Axes) -> None:
+        latency = _by(mine, "latency", x="k")
+        _fill(above, latency, mine, x="k")
+        _relative(below, latency, "mixture")
+
+    labels = "latency (µs)", "relative to mixture"
+    return _drawn(rows, "Mixtures of adapters", column, labels, by="case", x_label="adapters of a row")
+
+
 def _drawn(
     rows: pd.DataFrame, title: str, column: Callable[..., None], labels: Any, by: str = "panel",
     x_label: str = "batch size",
