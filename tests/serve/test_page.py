@@ -50,6 +50,15 @@ def test_a_watched_step_has_the_rows_and_segments_of_its_layout(world: Any) -> N
     assert engine.on_step is None
 
 
+def test_a_prompt_in_pieces_joins_once(world: Any) -> None:
+    watch = Watch(engine := world.engine(1, admission="chunked", prefill_chunk=4))
+    watch.view(True)
+    engine.generate([[7] * 10], None, 1)
+    assert [row[2:6] for step in watch.view(True)["steps"] for row in step["rows"]] == [
+        (4, 4, True, True), (4, 8, True, False), (2, 10, True, False),
+    ]  # fmt: skip
+
+
 def test_a_key_sees_all_rows_and_the_names_that_it_opens(world: Any) -> None:
     engine, app = world.app(3, keys=Keys("server", {"tenant-0": "zero"}))
     with TestClient(app) as client:
