@@ -58,6 +58,7 @@ def test_calls_of_a_process_that_dies_get_one_clear_error(
         later = post(url, **LONG)
         assert (later.status_code, later.json()["error"]["code"]) == (503, "engine_stopped")
         assert get(url, "/health").status_code == 503
+        assert (get(url, "/metrics").status_code, "steps" in get(url, "/steps").json()) == (200, False)
         assert metric(url, "punica_requests_running") == 0
 
 
