@@ -36,7 +36,7 @@ class MixturesConf(OperatorConf):
 class Mixtures(OperatorExperiment):
     """Latency per workload, rank and k (the panels), and system."""
 
-    name, figure, order, conf = "ext_mixtures", "ext mixtures", 260, MixturesConf
+    name, figure, order, conf = "ext_mixtures", "ext mixtures", 298, MixturesConf
     drawn_by, host_clock_too = "extensions.draw_mixtures", False
     defaults = {"adapters": "low_and_high"}
 
