@@ -122,8 +122,9 @@ def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> No
         (["--weights=int4"], "--weights"),
         (["--adapter", "sql"], "is not NAME=VALUE"), (["--adapter", "sql="], "is not NAME=VALUE"),
         (["--adapter", "=x"], "is not NAME=VALUE"), (["--ray=2", "without"], "pip install 'punica-lora[clust"),
+        (["--demo"], "or --demo without a checkpoint"),
     ],
-    ids=range(28),
+    ids=range(29),
 )  # fmt: skip
 def test_what_is_refused_is_one_line(
     world: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
