@@ -98,12 +98,12 @@ def dequantize(q: Tensor, scale: Tensor, block: Sequence[int] | None = None) -> 
         wanted = (*q.shape[:-2], *block_counts(q, block))
         if tuple(scale.shape) != wanted:
             raise ValueError(f"scale has shape {tuple(scale.shape)}; blocks {block} of {tuple(q.shape)} need {wanted}")
-        return upcast(q) * over_elements(scale, q.shape, block)
+        return upcast(q).mul_(over_elements(scale, q.shape, block))
     if scale.numel() == 1:
-        return upcast(q) * scale.reshape(())
+        return upcast(q).mul_(scale.reshape(()))
     if scale.shape != q.shape[:-1]:
         raise ValueError(f"scale has shape {tuple(scale.shape)}; expected one element or, by channel, {q.shape[:-1]}")
-    return upcast(q) * scale[..., None]
+    return upcast(q).mul_(scale[..., None])
 
 
 def upcast(q: Tensor) -> Tensor:
