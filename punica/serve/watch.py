@@ -56,14 +56,16 @@ class Watch:
             self._engine.on_step = None
             self._steps.clear()
             return
-        self._num_steps, self._num_tokens = self._num_steps + 1, self._num_tokens + len(output.tokens)
+        self._num_steps += 1
+        self._num_tokens += len(output.tokens) + sum(map(len, output.earlier.values()))
         rows, in_slots = [], {-1: list[int]()}
         for request, span, slot in zip(layout.requests, layout.spans, layout.sampled_slots, strict=True):
             name, adapters = f"{zlib.crc32(request.request_id.encode()):08x}", parts_of(request.adapter)
             ids = [one.lora_int_id for one in adapters]
             in_slots.setdefault(slot, ids)
-            is_prompt, sizes = span.start < layout.num_prefill_rows, (span.length, span.kv_length)
-            joins = is_prompt and span.kv_length - span.length == request.hit
+            first = span.kv_length - span.length
+            is_prompt = first < len(request.prompt_token_ids)
+            sizes, joins = (span.length, span.kv_length), is_prompt and first == request.hit
             rows.append((name, ids, *sizes, is_prompt, joins, request.finish_reason))
         segments = [(in_slots[slot], length, slot) for slot, length in layout.segments]
         self._steps.append({"number": self._num_steps, "rows": rows, "segments": segments})

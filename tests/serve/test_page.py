@@ -15,7 +15,7 @@ pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punic
 
 from fastapi.testclient import TestClient
 
-from punica.engine import Request
+from punica.engine import Request, SamplingParams
 from punica.serve.access import Keys
 from punica.serve.watch import Watch
 from tests.serve.browser import CHROMIUM, Browser
@@ -57,6 +57,16 @@ def test_a_prompt_in_pieces_joins_once(world: Any) -> None:
     assert [row[2:6] for step in watch.view(True)["steps"] for row in step["rows"]] == [
         (4, 4, True, True), (4, 8, True, False), (2, 10, True, False),
     ]  # fmt: skip
+
+
+def test_drafts_are_rows_of_a_decoding_request(world: Any) -> None:
+    watch = Watch(engine := world.engine(1, speculate=3))
+    watch.view(True)
+    (result,) = engine.generate([[5, 6, 7] * 5], None, SamplingParams(max_new_tokens=100, ignore_eos=True))
+    view = watch.view(True)
+    assert (view["num_tokens"], len(result.token_ids)) == (100, 100)
+    assert view["num_steps"] < 100
+    assert (True, False) in {(row[2] > 1, row[4]) for step in view["steps"] for row in step["rows"]}
 
 
 def test_a_key_sees_all_rows_and_the_names_that_it_opens(world: Any) -> None:
