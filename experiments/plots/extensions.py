@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from experiments.facts.paper import paper_file
+from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
 from experiments.plots.floors import FLOOR
 from experiments.plots.frames import centre, disturbed_at, measured
@@ -125,6 +127,22 @@ def draw_mixtures(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 
     labels = "latency (µs)", "relative to mixture"
     return _drawn(rows, "Mixtures of adapters", column, labels, by="case", x_label="adapters of a row")
+
+
+def draw_speculation(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
+    """Step and break-even over requests, a line per number of drafts, a column per adapters; published acceptances."""
+    published = pd.read_csv(paper_file(REPOSITORY / "paper_results", "accept_lengths.csv"))
+    lengths = published.loc[published["adapters"] != "none", "tokens_per_step"].tolist()
+
+    def column(mine: pd.DataFrame, above: Axes, below: Axes) -> None:
+        _fill(above, _by(mine, "step_latency"), mine)
+        _fill(below, _by(mine[mine["system"] != "0 drafts"], "break_even"), log=False)
+        label = "tokens a step published with adapters (SGLang #34337)"
+        below.axhspan(min(lengths), max(lengths), color="0.85", zorder=0, label=label)
+        below.axhline(1.0, color="0.3", linewidth=0.8)
+
+    labels = "step (ms)", "tokens a step\nat which drafts pay"
+    return _drawn(rows, "Drafts of each request in a step", column, labels, x_label="requests")
 
 
 def _drawn(
