@@ -73,6 +73,7 @@ notebooks: $(VENV)/.dev ### Execute the notebooks again on the recorded rows
 
 docs: $(VENV)/.dev ### Build the site of docs/ in outputs/site; a broken link or reference is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/site/mkdocs.yml
+	@test ! -f outputs/report.html || sed 's|"../docs/\([a-z0-9-]*\).md"|"\1.html"|g' outputs/report.html > outputs/site/report.html
 	@echo "outputs/site/index.html"
 
 test: $(VENV)/.dev ### Run the test suite (CPU, under 10 minutes)
@@ -88,6 +89,7 @@ fresh: ### Test the last commit in a new Debian root (root, debootstrap): make f
 	@.ci/fresh $(SUITE)
 
 release: $(VENV)/.dev ### Archive the last commit, build and check wheel and sdist of punica-lora
+	@$(RUN) -m experiments.commands.report source=recorded > /dev/null
 	@.ci/release
 	@.ci/installed
 

@@ -33,7 +33,6 @@ kernel.bgmv_expand(low, b, plain, slots)
 assert torch.allclose(triton, wanted, atol=1e-4) and torch.allclose(plain, wanted, atol=1e-4), (triton, plain, wanted)
 print(kernel.__version__, [name for name in sys.modules if name.partition(".")[0] == "punica"])
 """
-"""Use of a kernel's folder: Triton's operators in its interpreter, torch's, and no import of an installed punica."""
 BUILD = "#!/bin/sh\nmkdir -p outputs/site && echo built > outputs/site/index.html\n"
 """In place of make: `make docs` has tests of its own."""
 
@@ -70,8 +69,8 @@ def test_the_archives_hold_the_commit_and_have_their_checksums(checkout: Path) -
     with tarfile.open(sdist) as archive, zipfile.ZipFile(wheel) as packed:
         kept = {name.partition("/")[2] for name in archive.getnames() if name.endswith((".py", ".json", ".html"))}
         assert kept - {"setup.py"} == {name for name in packed.namelist() if name.startswith("punica/")}
-        (scripts,) = (name for name in packed.namelist() if name.endswith("/entry_points.txt"))
-        assert b"punica-serve = punica.serve.cli:main\n" in packed.read(scripts)
+        texts = {name.partition("/")[2]: packed.read(name) for name in packed.namelist() if ".dist-info" in name}
+        assert b"punica-serve = punica.serve.cli:main\n" in texts["entry_points.txt"]
     with tarfile.open(source) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     listed = subprocess.run(["git", "ls-files"], cwd=checkout, capture_output=True, text=True, check=True).stdout

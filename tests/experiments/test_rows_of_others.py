@@ -31,8 +31,7 @@ def test_recorded_rows_have_no_faults():
 def test_faults_are_named(wrong, fault, tmp_path):
     write_rows(tmp_path / "gpu" / "fig01_batching.csv", [replace(row, **{**STAMPED, **wrong}) for row in decode_rows()])
     found = "\n".join(faults(tmp_path / "gpu", lambda commit, script: "s"))
-    assert bool(found) == bool(fault)
-    assert fault in found
+    assert fault in found if fault else not found
 
 
 def test_reports_name_who_measured(tmp_path):
@@ -41,5 +40,4 @@ def test_reports_name_who_measured(tmp_path):
     machine = machine_of(tmp_path, tmp_path, PAPER, "gpu")
     assert notes(machine)[0] == "Measured by others: Ada, a machine"
     assert "| gpu, by Ada, a machine |" in recorded({"gpu": machine})
-    unlisted = machine.rows.assign(hardware="rtx-4090")
-    assert floors(unlisted, tmp_path / "fig01_batching.csv").empty, "no data sheet, and Figure 7 was not measured"
+    assert floors(machine.rows.assign(hardware="rtx-4090"), tmp_path / "fig01_batching.csv").empty, "no data sheet"
