@@ -11,7 +11,6 @@ at scale=laptop: 25 seconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from statistics import median
 from typing import Any, Literal, cast
 
@@ -68,7 +67,8 @@ class TrainingTogether(Experiment):
             for part in batches[0] if system in ("grouped_mm", "SGMV") else ():
                 part.check(system)
             for metric in KINDS if system != "one by one" else ["latency"]:
-                calls[system, metric] = [partial(_run, batch, system, *KINDS[metric]) for batch in batches]
+                how = system, *KINDS[metric]
+                calls[system, metric] = [lambda b=b, how=how: [part.run(*how) for part in b] for b in batches]
         samples = microseconds(cfg, calls)
         readings: dict[str, list[Reading]] = {point.system: [] for point in points}
         for (system, metric), found in samples.items():
@@ -77,11 +77,6 @@ class TrainingTogether(Experiment):
                 backward = median(samples[system, "lora_latency"]) - median(found)
                 readings[system].append(Reading("lora_backward", backward, "us"))
         return [readings[point.system] for point in points]
-
-
-def _run(batch: Sequence[Any], *how: Any) -> None:
-    for part in batch:
-        part.run(*how)
 
 
 def _shapes(model: ModelConf, panel: str) -> list[tuple[int, int]]:

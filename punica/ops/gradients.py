@@ -77,8 +77,8 @@ class _LoRALinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         ops, weights, batch, _, base, rows, slots = ctx.call
         (x, low, *tensors), (a, b) = ctx.saved_tensors, (weights.a, weights.b)
-        if batch.rows is not rows:
-            raise RuntimeError("a new step began between forward and backward; give each step a LoRABatch of its own")
+        if not rows.equals(batch.rows):
+            raise RuntimeError("another step began between forward and backward; give each step a LoRABatch of its own")
         half, (of_x, _, *wanted) = len(tensors) // 2, ctx.needs_input_grad
         of_a, of_b = any(wanted[:half]), any(wanted[half:])
         g, dx, da, db = dy.to(a.form.stored.dtype), None, [None] * half, [None] * half

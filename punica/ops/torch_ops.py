@@ -91,7 +91,7 @@ class TorchOps:
     def gradient(self, stack: Stack, low: Tensor, x: Tensor, batch: LoRABatch) -> tuple[Tensor, ...]:
         _, parts, gradients = stack.gradients(low, x)
         batch.check_rows(x.shape[0])
-        for slot, rows in _segments(batch, stack):
+        for slot, rows in _segments(batch, stack) if x.shape[0] else ():
             column, of_rows = 0, x[rows].to(low.dtype)
             for i, part in enumerate(parts):
                 rank, width = _true_rank(stack, i, slot), part.shape[-1]

@@ -67,11 +67,10 @@ def test_refuses_what_would_give_no_or_another_gradient():
         (RuntimeError, "base weight requires a gradient", {"base": (BASE.clone().requires_grad_(),)}),
         (ValueError, r"base weight has shape \(9, 5\), expected \(9, 6\)", {"base": (BASE[:, 1:],)}),
         (ValueError, "uses slot 5; the weights have slots 0 to 3", {"batch": LoRABatch.of_slots(torch.tensor([5]))}),
-        (ValueError, "got 8 rows, expected at least the 9", {"batch": LoRABatch.of_slots(torch.tensor([0] * 9))}),
     ]:
         with pytest.raises(error, match=message):
             linear(*given, **options)
     y = linear(*given, batch=batch)
     batch.fill(RowGroups.of_rows(np.array(SLOTS[::-1])))
-    with pytest.raises(RuntimeError, match="a new step began between forward and backward"):
+    with pytest.raises(RuntimeError, match="another step began between forward and backward"):
         y.sum().backward()

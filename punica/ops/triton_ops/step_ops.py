@@ -179,7 +179,7 @@ class TritonOps:
         expect("x", x, dtype=FLOATS)
         batch.check_rows(x.shape[0])
         batch.check_tensors(x.shape[0], x.device)
-        if not batch.no_lora and whole.numel():
+        if not batch.no_lora and whole.numel() and x.shape[0]:
             check_runnable(x.device)
             outer_products(whole, low, x, stack, batch)
         return gradients
