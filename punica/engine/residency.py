@@ -191,10 +191,7 @@ class AdapterResidency:
 
     def running_first(self, requests: Iterable[RequestState]) -> list[RequestState]:
         """Order running requests: those with a slot first, so that no adapter that is brought back evicts theirs."""
-        return sorted(
-            requests,
-            key=lambda one: any(part.weights is None or part.weights.slot is None for part in one.mixed or (one,)),
-        )
+        return sorted(requests, key=lambda request: request.weights is None or request.weights.slot is None)
 
     def activate(self, request: RequestState) -> None:
         """Make the adapter of a request active: its own version if it has begun, else the newest, loaded if need be.

@@ -197,7 +197,7 @@ class BaseLayerWithLoRA(nn.Module):
     @property
     def mixes(self) -> bool:
         """Rows may have a mixture of several adapters: linear layers and head, in 16 or 32 bits."""
-        return not self.lora_a_scale and self._takes_mixtures
+        return self._takes_mixtures and not self.lora_a_scale and self._inner is self.punica_wrapper
 
     def mark_slot(self, index: int, filled: bool) -> None:
         """Note on the host whether slot ``index`` holds an adapter; asynchronous writers call it."""
