@@ -80,13 +80,15 @@ def serve(oracle: Oracle, engine: Engine, expected: list[tuple], wishes=WISHES) 
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("slots", [3, 8])
+@pytest.mark.parametrize(
+    "sizes", [{"max_loras": 3}, {}, {"speculate": 2}, {"admission": "chunked", "prefill_chunk": 7}], ids=str
+)
 def test_tokens_are_those_of_merged_adapters_beside_plain_requests(
-    backbone, oracle, expected, monkeypatch, slots, ahead
+    backbone, oracle, expected, monkeypatch, sizes, ahead
 ) -> None:
     """Three slots: mixtures wait for all their adapters together, and evict others'."""
     monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
-    engine = backbone.engine(max_loras=slots)
+    engine = backbone.engine(**sizes)
     serve(oracle, engine, expected)
     assert not engine.manager._held, "no version is held by a request that has ended"
 
