@@ -65,15 +65,16 @@ def test_the_archives_hold_the_commit_and_have_their_checksums(checkout: Path) -
     assert len(sums) == 4
     assert all(hashlib.sha256((target / name).read_bytes()).hexdigest() == said for said, name in sums)
     source, docs = sorted(target.glob("*.tar.gz"), key=lambda path: "docs" in path.name)
+    listed = subprocess.run(["git", "ls-files"], cwd=checkout, capture_output=True, text=True, check=True).stdout
+    ours = {name for name in listed.splitlines() if name.startswith("punica/")}
     sdist, wheel = sorted(target.glob("dist/*"), key=lambda path: path.suffix == ".whl")
     with tarfile.open(sdist) as archive, zipfile.ZipFile(wheel) as packed:
-        kept = {name.partition("/")[2] for name in archive.getnames() if name.endswith((".py", ".json", ".html"))}
-        assert kept - {"setup.py"} == {name for name in packed.namelist() if name.startswith("punica/")}
+        assert ours <= {name.partition("/")[2] for name in archive.getnames()}
+        assert ours == {name for name in packed.namelist() if name.startswith("punica/")}
         texts = {name.partition("/")[2]: packed.read(name) for name in packed.namelist() if ".dist-info" in name}
         assert b"punica-serve = punica.serve.cli:main\n" in texts["entry_points.txt"]
     with tarfile.open(source) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    listed = subprocess.run(["git", "ls-files"], cwd=checkout, capture_output=True, text=True, check=True).stdout
     assert held >= {*listed.splitlines(), ".commit.json"}
     with tarfile.open(docs) as archive:
         assert "site/index.html" in archive.getnames()
