@@ -123,11 +123,9 @@ def step_rules(steps: NDArray[np.float64], rank: int) -> list[Reading]:
         "by_rank": rule(steps, relative=False), "blis": rule(steps, relative=True),
         "blis_defaults": rule(steps, relative=True, each=DEFAULT_TIERS[rank]),
     }  # fmt: skip
-    return [
-        Reading(f"residual_{part}_{name}", getattr(one, part), "fraction", kind="simulated", cost_model=STEP_RULES)
-        for name, (_, one) in found.items()
-        for part in ("rms", "largest")
-    ]
+    parts = {f"{part}_{name}": getattr(one, part) for name, (_, one) in found.items() for part in ("rms", "largest")}
+    about = {"unit": "fraction", "kind": "simulated", "cost_model": STEP_RULES}
+    return [Reading(f"residual_{name}", value, **about) for name, value in parts.items()]
 
 
 def served(paper: Path, point: Point, seed: int) -> list[Reading]:

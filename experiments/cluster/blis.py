@@ -2,9 +2,9 @@
 
     python -m experiments.cluster.blis machine=h200 out=lora.yaml  # then: blis run --lora-config lora.yaml ...
 
-BLIS multiplies a step by `1 + K6 / K7 * adapters`, K6 and K7 those of the largest rank (`step_overhead_tiers`): here of
-recorded decode steps with adapters and without (`ext_breakdown`), K7 = 1. Its load of an adapter is a latency and a
-bandwidth: those of section 5.2 from host memory. Format and defaults: its commit f90a1e3a, August 2026.
+BLIS multiplies a step by `1 + K6 / K7 * adapters`, by the largest rank: here of recorded decode steps with adapters and
+without (`ext_breakdown`). Its loads have a latency and a bandwidth: those of section 5.2. Format and defaults: its
+commit f90a1e3a, August 2026.
 """
 
 from dataclasses import replace
@@ -41,12 +41,9 @@ def recorded_steps(results: Path, machine: str, model: str) -> dict[int, NDArray
     found = dict[int, NDArray[np.float64]]()
     for rank in sorted({int(one) for one in rows["rank"].dropna()}):
         steps = timed(rows[rows["rank"] == rank], model, decoding, metric=STEP, system="punica", panel="decode")
-        plain = {replace(step.work, adapter_ranks=0): step.seconds for step in steps if not step.work.adapter_ranks}
-        lines = [
-            (plain[replace(step.work, adapter_ranks=0)], step.seconds, step.work.adapter_ranks / rank)
-            for step in steps
-            if step.work.adapter_ranks
-        ]
+        work = [(replace(step.work, adapter_ranks=0), step.seconds, step.work.adapter_ranks / rank) for step in steps]
+        plain = {of: seconds for of, seconds, adapters in work if not adapters}
+        lines = [(plain[of], seconds, adapters) for of, seconds, adapters in work if adapters]
         found |= {rank: np.array(lines)} if lines else {}
     return found
 
@@ -55,8 +52,8 @@ def rule(steps: NDArray[np.float64], relative: bool, each: float | None = None) 
     """Return ``each`` (None: fitted), what an adapter adds, ``relative`` to a step (BLIS) or in s; and its errors."""
     plain, seconds, adapters = steps.T
     part = adapters * (plain if relative else 1.0) / seconds
-    each = float(part @ (1 - plain / seconds) / (part @ part)) if each is None else each
-    return each, Residuals(plain / seconds + each * part - 1)
+    found = float(part @ (1 - plain / seconds) / (part @ part)) if each is None else each
+    return found, Residuals(plain / seconds + found * part - 1)
 
 
 def lora_block(results: Path, options: Options) -> dict[str, Any]:

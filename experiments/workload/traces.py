@@ -1,6 +1,6 @@
 """Traces of production as request streams: files that a user gives by path, none part of this repository but `SAMPLE`.
 
-    lora      this repository's: requests of tenants, drawn from ServeGen's clients (`workload.servegen`)
+    lora      this repository's: requests of tenants, drawn from ServeGen's clients (`commands.trace`)
     azure     Azure LLM inference 2023, conversations or code (CC-BY)
     burstgpt  BurstGPT (arXiv 2401.17644), with sessions or without
     mooncake  Mooncake (arXiv 2407.00079): JSON lines, in `hash_ids` one id for each 512 tokens of the prompt. Equal ids
@@ -64,9 +64,8 @@ class Trace:
     def requests(self) -> list[TracedRequest]:
         return read_trace(self.path, self.form, self.most)
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """Twelve hex digits over requests and adapters."""
         return hashlib.sha256(repr((self.requests, self.adapters.tolist())).encode()).hexdigest()[:12]
 
     @cached_property
@@ -106,9 +105,12 @@ def read_trace(path: Path, form: str, most: int | None = None) -> list[TracedReq
     """Read the first ``most`` requests, by arrival; those without output (BurstGPT's failures) are left out. OSError;
     ValueError names file, line and column of the first that is wrong, and the remedy.
     """
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        asked = (_request(form, row, f"{path}, line {line}") for line, row in _rows(file, form))
-        found = list(islice((request for request in asked if request.output), most))
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            asked = (_request(form, row, f"{path}, line {line}") for line, row in _rows(file, form))
+            found = list(islice((request for request in asked if request.output), most))
+    except csv.Error as error:
+        raise ValueError(f"{path} is no CSV file ({error}): choose another workload.path or workload.format") from None
     if not found:
         raise ValueError(f"{path} has no request of format {form}: choose another workload.path or workload.format")
     return sorted(found, key=lambda request: request.arrival)
@@ -150,14 +152,10 @@ def _seconds(given: Any) -> float:
         return datetime.fromisoformat(given).replace(tzinfo=UTC).timestamp()
 
 
-def _whole(given: Any) -> int:
-    return int(str(given))  # so that 1.5 is none
-
-
 PARSERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
     "arrival": (_seconds, math.isfinite, "a time"),
-    "prompt": (_whole, lambda tokens: 0 < tokens < 2**31, "a number of tokens above 0"),
-    "output": (_whole, lambda tokens: 0 <= tokens < 2**31, "a number of tokens"),
+    "prompt": (lambda given: int(str(given)), lambda tokens: 0 < tokens < 2**31, "a number of tokens above 0"),
+    "output": (lambda given: int(str(given)), lambda tokens: 0 <= tokens < 2**31, "a number of tokens"),
     "client": (lambda given: given or "", bool, "a name"),
     "session": (lambda given: given or "", lambda _: True, "a name"),  # older files of BurstGPT have no such column
     "blocks": (tuple, lambda ids: all(type(one) is int for one in ids), "a list of whole numbers"),
