@@ -6,7 +6,7 @@ Others have its lengths in random order, as many adapters, and Poisson arrivals 
 equal throughput below capacity; later first tokens, above all the last ones, in bursts.
 
 Loads are parts of the capacity under the first workload. Rows are those of `ext_latency_under_load`. Cost at
-scale=laptop: about 30 seconds on two cores, 2 GB.
+scale=laptop: about 30 seconds on two cores, 1 GB.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Traces(LatencyUnderLoad):
     """Latency by load (the panels), system and workload."""
 
     name, figure, order, takes_trace = "ext_traces", "ext traces", 285, True
+    defaults = {"model": "fitting"}  # on a CPU the smallest, so that a second has a hundred requests
 
     def points(self, cfg: Config) -> list[Point]:
         capacities = [self._point(cfg, CAPACITY, name, cfg.workload.names[0]) for name in cfg.system.names]
