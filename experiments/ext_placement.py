@@ -124,8 +124,10 @@ def step_rules(steps: NDArray[np.float64], rank: int) -> list[Reading]:
         "blis_defaults": rule(steps, relative=True, each=DEFAULT_TIERS[rank]),
     }  # fmt: skip
     parts = {f"{part}_{name}": getattr(one, part) for name, (_, one) in found.items() for part in ("rms", "largest")}
-    of = "fraction", "value", "simulated", None, None, None, STEP_RULES
-    return [Reading(f"residual_{name}", value, *of) for name, value in parts.items()]
+    return [
+        Reading(f"residual_{name}", value, "fraction", kind="simulated", cost_model=STEP_RULES)
+        for name, value in parts.items()
+    ]
 
 
 def served(paper: Path, point: Point, seed: int) -> list[Reading]:
