@@ -1,7 +1,7 @@
 """LoRA of a step under `torch.autograd`: many adapters in one batch, in training.
 
-With ``l = s x A^T``, ``y = x W^T + l B^T`` per segment and the gradient ``g`` of y (W is frozen), ``dl = s g B`` is a
-shrink, ``dx = g W + dl A`` an expand, ``dA = dl^T x`` and ``dB = g^T l`` are outer products (`Ops.gradient`).
+Per segment ``l = s x A^T`` and ``y = x W^T + l B^T``. Of the gradient ``g`` of y, ``dl = s g B`` is a shrink and
+``dx = g W + dl A`` an expand. ``dA = dl^T x`` and ``dB = g^T l`` are outer products (`Ops.gradient`). W is frozen.
 """
 
 from collections.abc import Mapping

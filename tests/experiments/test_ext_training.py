@@ -12,7 +12,8 @@ from experiments.measure.records import read_rows
 
 
 def test_every_way_is_timed_with_its_lora_part(tmp_path):
-    run(composed(tmp_path, "figure.adapters=[2]", "figure.tokens=[8,40]", name="ext_training"), TRAINING)
+    words = "figure.parts=[q_proj]", "figure.adapters=[2]", "figure.tokens=[8,40]"
+    run(composed(tmp_path, *words, name="ext_training"), TRAINING)
     rows = read_rows(tmp_path / "cpu" / "smoke" / "rows" / "ext_training.csv")
     metrics = ("latency", "lora_latency", "lora_forward", "lora_backward")
     expected = {(system, metric) for system in ("loop", "grouped_mm", "SGMV") for metric in metrics}
