@@ -73,9 +73,8 @@ def peft_layer(problem: Problem, lists: Lists) -> Call:
     return torch.inference_mode()(partial(layer, problem.x))
 
 
-SYSTEMS: dict[str, Callable[[Problem, Lists], Call]] = {
-    "mixture": mixture, "k calls": k_calls, "PEFT layer": peft_layer,
-}  # fmt: skip
+Make = Callable[[Problem, Lists], Call]
+SYSTEMS: dict[str, Make] = {"mixture": mixture, "k calls": k_calls, "PEFT layer": peft_layer}
 
 
 def checked_calls(

@@ -167,11 +167,9 @@ def test_layers_of_7b(rows: int, rank: int, dtype: torch.dtype) -> None:
     gates[plain.row_slots >= 0] = 0
     some = torch.randperm(rows)[:24].sort().values
     wanted = expected(y[some.cuda()], x[some.cuda()], weights, gates[some])
-    found = [torch.empty(0)] * 2
-    for i in range(2):
-        again = y.clone()
-        OPS["triton"].mix(again, x, weights, batch_of(mixed, "cuda"))
-        found[i] = again
+    found = [y.clone(), y.clone()]
+    for one in found:
+        OPS["triton"].mix(one, x, weights, batch_of(mixed, "cuda"))
     assert torch.equal(*found)
     tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
     error = (found[0][some.cuda()].double().cpu() - wanted).abs().max()
