@@ -336,7 +336,7 @@ class BaseLayerWithLoRA(nn.Module):
         if torch.is_grad_enabled() and any(one.requires_grad for one in (*inputs, *self.parameters())):
             raise RuntimeError(
                 f"{type(self).__name__} is for inference, and its input or weights require gradients: call it under "
-                "torch.inference_mode() or no_grad(), or model.requires_grad_(False) before; TrainableLinear trains"
+                "torch.no_grad() or inference_mode(), or model.requires_grad_(False) before; TrainableLinear trains"
             )
         if self.punica_wrapper is None:
             raise RuntimeError(f"{type(self).__name__}: forward needs a PunicaWrapper; call set_mapping first")
