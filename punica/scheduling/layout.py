@@ -50,7 +50,7 @@ class StepLayout:
     ``token_ids``, ``positions``, ``kv_rows``: length T; cache row that each row's key and value are written to.
     ``num_prefill_rows``: rows of prompts, which come first; all rows of a step with drafts, which are computed alike.
     ``partial``: the request whose prompt has rows in a later step, so that its sampled token is none.
-    ``mixtures``: lists of (slot, weight); slot -2 - i stands for ``mixtures[i]``.
+    ``mixtures``: lists of (slot, weight); slot -2 - i means ``mixtures[i]``.
     ``plain_rows``: per span, its first rows that are before the activation of its adapter; empty where none has such.
     ``drafts``: of requests, after their last token.
     """
