@@ -71,7 +71,7 @@ def _outer_kernel(
 
 
 def outer_products(out: Tensor, low: Tensor, x: Tensor, stack: Stack, batch: LoRABatch) -> None:
-    """Write the gradients of a stack into zeros, for operands that `empty_gradients` has checked."""
+    """Write into the zeros of `Stack.gradients`. The grid is that of the step: a captured graph serves it alone."""
     stored, ranks, segments = stack.form.stored, stack.ranks, len(batch.rows.present[0])
     widths, element = stored.widths, x.element_size()
     block_r, block_t = min(_MOST_LANES, block_at_least(stored.rank)), _ROW_BYTES // element
