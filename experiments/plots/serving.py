@@ -59,7 +59,8 @@ def draw_serving(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
 def draw_hero(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Draw bars of those of `SHOWN` that were measured, in one axis per panel (model) of ``rows``."""
-    rows = centre(rows[(rows["metric"] == "throughput") & rows["system"].isin(SHOWN)])
+    rows = rows[(rows["metric"] == "throughput") & rows["system"].isin(SHOWN)]
+    rows = centre(without(rows, rows["panel"].str.contains(OTHER_STREAMS)))
     paper = under_our_names(paper)
     paper = paper[paper["system"].isin(rows["system"])]
     drawn = comparable(rows, paper)

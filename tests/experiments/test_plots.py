@@ -148,6 +148,12 @@ def test_a_smaller_models_throughput_has_none_of_the_papers_beside_it():
         assert any(text.get_text().startswith("9.0x (12") for text in axis.texts), "ratios compare"
 
 
+def test_requests_of_a_trace_are_not_drawn_beside_the_papers_stream():
+    rows = pd.concat([served(), served().assign(panel="7B Model, trace sample by client", workload="Trace")])
+    for draw_one in (draw_serving, draw_hero):
+        assert len(draw_one(rows, SEVEN).axes) == len(draw_one(served(), SEVEN).axes) == 1
+
+
 def test_a_system_with_wrong_tokens_is_not_drawn():
     wrong = served().query("system == 'punica'").assign(system="punica_last_admitted", value=9e9)
     alone, both = (draw_serving(rows, SEVEN) for rows in (served(), pd.concat([served(), wrong])))
