@@ -54,9 +54,12 @@ def clients(folder: Path, start: int) -> Iterator[Client]:
             if not is_right:
                 raise ConfigError(f"{path}, line {number}: {line!r:.80} is not time,rate,cv,law,shape,scale")
         data = path.with_name(path.name.replace("trace.csv", "dataset.json"))
-        for at, fields in json.loads(data.read_text(encoding="utf-8")).items() if window[1] else ():
-            given = [ast.literal_eval(fields[name]) for name in ("input_tokens", "output_tokens")]
-            lengths = given if all(given) and int(at) <= start else lengths
+        try:
+            for at, fields in json.loads(data.read_text(encoding="utf-8")).items() if window[1] else ():
+                given = [ast.literal_eval(fields[name]) for name in ("input_tokens", "output_tokens")]
+                lengths = given if all(given) and int(at) <= start else lengths
+        except (OSError, ValueError, KeyError, SyntaxError) as error:
+            raise ConfigError(f"{data} cannot be read ({error!r}): choose a whole checkout of ServeGen") from None
         if window[1] and not lengths:
             raise ConfigError(f"{data} has no lengths until start={start}: choose a later one")
         if window[1]:

@@ -64,6 +64,14 @@ def test_what_is_no_pool_is_refused(servegen, line):
             trace(Options(servegen=servegen, pool=pool))
 
 
+@pytest.mark.parametrize("text", [None, "{", '{"0": {}}', '{"0": {"input_tokens": "{1", "output_tokens": "{}"}}'])
+def test_lengths_that_cannot_be_read_are_refused(servegen, text):
+    path = servegen / "data" / "pool" / "chunk-2-dataset.json"
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(ConfigError, match=r"chunk-2-dataset.json cannot be read"):
+        trace(Options(servegen=servegen, pool="pool", out=servegen / "own.csv"))
+
+
 def test_the_committed_sample_is_the_one_that_its_description_names():
     about, sample = json.loads(SAMPLE.with_suffix(".json").read_text()), Trace(SAMPLE, "lora", "client")
     assert hashlib.sha256(SAMPLE.read_bytes()).hexdigest() == about["sha256"]
