@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
-from punica.metadata import LoRABatch, RowGroups
+from punica.metadata import LoRABatch, MixedBatch, MixedRows, RowGroups
 from punica.ops import triton_ops
 from punica.ops.backbone import HeadNorms
 from punica.ops.experts import Experts, Switches
@@ -63,7 +63,7 @@ class Memory:
 
 
 def lora(on: Memory) -> None:
-    """Call shrink, expand and gradient, also beside a base product and with weights in FP8, of activations in both."""
+    """Call shrink, expand, gradient and mixtures, beside a base product and with weights in FP8, too."""
     a, b = ([torch.randn(SLOTS, *shape) for shape in shapes]
             for shapes in ([(RANK, COLUMNS)] * len(WIDTHS), [(width, RANK) for width in WIDTHS]))  # fmt: skip
     stored = [[one.to(on.device, FP16) for one in factor] for factor in (a, b)]
@@ -81,6 +81,9 @@ def lora(on: Memory) -> None:
             if not weights.a.form.is_fp8:
                 low = torch.randn(len(WIDTHS), len(slots), RANK).to(on.device)
                 TritonOps().gradient(weights.a, low, x, step)
+                mixed = MixedBatch(len(slots), SLOTS, on.device)
+                mixed.fill(MixedRows.of_runs(np.array([[2, 0], [-1, -1], [3, -1]]), np.full((3, 2), 0.5), (2, 1, 3)))
+                TritonOps().mix(y[:6], x[:6], weights, mixed)
 
 
 def experts(on: Memory) -> None:
@@ -128,8 +131,11 @@ def between(on: Memory) -> None:
     backbone.swiglu(on.new(3, 1100), on.normal(3, 2200))
     backbone.argmax(on.new(3, dtype=torch.int64), on.normal(3, 9001), -1)
     weight, bias = on.normal(WIDTHS[0], COLUMNS), on.normal(WIDTHS[0])
+    stored, scale = (part.to(on.device) for part in quantize_per_channel(torch.randn(WIDTHS[0], COLUMNS)))
     for rows in (1, len(FEW)):
-        backbone.skinny_gemm(on.new(rows, WIDTHS[0]), on.normal(rows, COLUMNS), weight, bias)
+        for form in ((weight, bias), (stored, bias, scale)):
+            backbone.skinny_gemm(on.new(rows, WIDTHS[0]), on.normal(rows, COLUMNS), *form)
+    backbone.dequantise(on.new(WIDTHS[0], COLUMNS), stored, scale)
 
 
 def slot(on: Memory) -> None:
