@@ -8,8 +8,10 @@ import torch
 from punica.cluster.runner import Runner
 from punica.engine import Engine, EngineConfig, Request
 from punica.engine.runner import ModelRunner
+from punica.engine.speculation import verified
 from punica.parallel import spawn_tensor_parallel
 from punica.scheduling import ADMISSION_RULES, BlockManager, RequestState, RequestStatus, SamplingParams, Scheduler
+from punica.scheduling.layout import Span, StepLayout
 from punica.scheduling.lookup import look_up
 from tests.engine.test_activated_lora import INVOCATIONS, activated
 from tests.world import VOCAB, Backbone, adapter_of_the_ends, byte_tokenizer, finish, write_backbone
@@ -148,6 +150,20 @@ def test_drafts_save_steps_and_none_is_past_the_last_token(world) -> None:
     _, steps = run(world.engine(speculate=3), Request("a", STEM, 12, world.adapters[2]))
     counts = [(one.num_prefill_tokens, one.num_drafted_tokens, one.num_accepted_tokens) for one in steps]
     assert counts == [(12, 0, 0), (0, 3, 3), (0, 3, 3), (0, 2, 2)], "a prompt, then 4, 4 and 3 tokens"
+
+
+def test_no_step_is_launched_ahead_of_the_tokens_of_one_with_drafts(world, monkeypatch) -> None:
+    """Not even of its last but one."""
+    monkeypatch.setattr(ModelRunner, "works_ahead", True)
+    _, steps = run(world.engine("fcfs_many", speculate=3), *(Request(name, STEM, 3) for name in "ab"), right=0.0)
+    assert [step.num_drafted_tokens for step in steps] == [0, 2, 0]
+
+
+def test_tokens_end_before_a_row_that_holds_nan() -> None:
+    request = RequestState(Request("a", STEM, 9))
+    layout = StepLayout((request,), (Span(0, 4, 15, (0,)),), (-1,), [], [], [], 4, drafts={request: (1, 2, 3)})
+    for best, further in (([1, 2, 3, 4], [2, 3, 4]), ([1, 2, 9, 4], [2, 9]), ([1, -1, 3, 4], []), ([7, 2, 3, 4], [])):
+        assert [token for token, _ in verified(layout, best, {}).further.get(request, [])] == further
 
 
 def test_a_stop_among_accepted_tokens_ends_the_output(world) -> None:
