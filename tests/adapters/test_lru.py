@@ -1,6 +1,5 @@
 """The least recently used cache with pins, by itself."""
 
-
 import pytest
 
 from punica.adapters import LRUCache

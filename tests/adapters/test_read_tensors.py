@@ -150,12 +150,3 @@ def test_numbers_that_are_finite_only_in_the_file_are_noticed(tmp_path: Path, dt
         entries = file.entries(NameRules({"q_proj"}))
         assert file.numbers(entries, None, {last: 1.0}).finite
         assert not file.numbers(entries, dtype, {last: scaling}).finite
-
-
-def test_b_is_apart_from_a_also_unscaled(tmp_path):
-    names = [f"base_model.model.layers.0.q_proj.lora_{side}.weight" for side in "AB"]
-    save_file({names[0]: torch.ones(4, 64), names[1]: torch.ones(64, 4)}, tmp_path / "adapter_model.safetensors")
-    with WeightsFile(tmp_path) as file:
-        tensors = file.numbers(file.entries(NameRules({"q_proj"}))).tensors
-    a, b = (tensors[name].untyped_storage().data_ptr() for name in names)
-    assert a != b  # a B that is scaled later drops its own memory

@@ -65,14 +65,6 @@ def test_another_content_under_the_same_id_is_another_folder(tmp_path) -> None:
     assert Path(found[2], "x").read_bytes() == b"2"
 
 
-def test_a_fetch_that_fails_leaves_nothing(tmp_path) -> None:
-    folders = AdapterFolderCache({}.__getitem__, 1)
-    with pytest.raises(KeyError):
-        folders.local(LoRARequest("one", 1, "nowhere"), StoredFiles("0", "gone"))
-    assert list(Path(folders._home.name).iterdir()) == []
-    assert len(folders) == 0
-
-
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_only_regular_files_of_a_bounded_size_are_read(tmp_path, name) -> None:
     folder = write_random_adapter(tmp_path / "one", MODEL, 8, 1)

@@ -10,17 +10,9 @@ import experiments.simulator  # noqa: F401  # rules of other systems
 from punica.adapters import LoRARequest
 from punica.cluster.dispatcher import Dispatcher
 from punica.cluster.runner import Runner, StepCommand
-from punica.engine import Engine, EngineConfig, Request, SamplingParams
+from punica.engine import Engine, Request, SamplingParams
 from punica.engine.runner import ModelRunner
-from tests.cluster.runner_world import (
-    LocalRunners,
-    factory,
-    new_runner,
-    requests,
-    run,
-    undisturbed,
-    write_adapters,
-)
+from tests.cluster.runner_world import LocalRunners, factory, new_runner, requests, run, undisturbed, write_adapters
 
 
 @pytest.fixture(scope="module")
@@ -252,12 +244,6 @@ def test_ranks_reach_the_rule(adapters) -> None:
     world.dispatcher.add(Request("r", [1], 4, adapters[2]))
     world.dispatcher.add(Request("s", [1], 4, LoRARequest("nobody", 9, "nowhere")))
     assert sorted(member.rank for member in world.dispatcher.policy.gpus["runner-0"].members.values()) == [0, 16]
-
-
-def test_the_engine_config_says_how_much_the_scheduler_may_use() -> None:
-    config = EngineConfig(4, 4, 64, 64)
-    description = new_runner().describe()
-    assert (description.num_pages, description.page_size) == (config.total_blocks - 5, 4)
 
 
 # --- steps without requests -------------------------------------------------------------------------------------------

@@ -148,18 +148,6 @@ def test_gpus_that_are_full_by_pages_are_not_lightly_loaded_however_few_requests
     assert policy.scale_signal() == ScaleSignal(False, ())  # idle, and the only one with room
 
 
-def test_no_gpu_is_given_back_that_a_waiting_request_may_need():
-    policy = ClusterPolicy(max_batch_size=4, page_size=16)
-    policy.add_gpu("large", num_pages=20)
-    policy.submit("long", 16 * 15, 16 * 20)
-    policy.place()
-    policy.submit("next", 16 * 15, 16 * 20)
-    assert policy.place() == []
-    policy.add_gpu("small", num_pages=2)  # too small for who waits
-    assert policy.place() == []
-    assert policy.scale_signal() == ScaleSignal(True, ())
-
-
 @pytest.mark.parametrize(
     ("call", "error", "value"),
     [

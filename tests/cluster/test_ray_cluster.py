@@ -110,6 +110,7 @@ def test_a_killed_runner_loses_nothing_and_comes_back(ray_here, adapters) -> Non
     asked = requests(adapters, 24, seed=6)
     expected = undisturbed(asked)
     with RayCluster(factory(num_blocks=19), 2) as cluster:
+
         def kill() -> None:
             # a lambda travels by value: no runner can import this file
             pid = cluster.runners["runner-0001"].actors[0].__ray_call__.remote(lambda actor: os.getpid())
@@ -220,9 +221,7 @@ TOO_SLOW = "The current node timed out during startup."
     ("address", "failures", "message", "starts", "gpus"),
     [(None, 2, TOO_SLOW, 3, 4), (None, 3, TOO_SLOW, 3, 0), (None, 1, "no room", 1, 0), ("host:1", 1, TOO_SLOW, 1, 0)],
 )
-def test_a_start_that_had_too_little_time_is_tried_again(
-    monkeypatch, address, failures, message, starts, gpus
-) -> None:
+def test_a_start_that_had_too_little_time_is_tried_again(monkeypatch, address, failures, message, starts, gpus) -> None:
     """A Ray that is started here is told the GPUs that engines will find."""
     started = []
 

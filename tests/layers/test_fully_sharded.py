@@ -9,7 +9,6 @@ from torch import Tensor
 
 from punica import layers
 from punica.layers import (
-    ColumnParallelLinearWithLoRA,
     ColumnParallelLinearWithShardedLoRA,
     MergedQKVParallelLinearWithShardedLoRA,
     QKVParallelLinearWithShardedLoRA,
@@ -20,7 +19,6 @@ from punica.parallel import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
-    ReplicatedLinear,
     RowParallelLinear,
     tensor_parallel,
 )
@@ -148,17 +146,16 @@ def labels(part: Tensor) -> list[int]:
 
 @pytest.mark.parametrize(
     ("tp_size", "given", "kept"),
-    [(1, 5, [[0, 1, 2, 3, 4]]), (2, 8, [[0, 1, 2, 3], [4, 5, 6, 7]]), (4, 5, [[0, 1], [2, 3], [4], []])],
-    ids=["whole", "even", "short and empty"],
+    [(2, 8, [[0, 1, 2, 3], [4, 5, 6, 7]]), (4, 5, [[0, 1], [2, 3], [4], []])],
+    ids=["even", "short and empty"],
 )
 @pytest.mark.parametrize(
     ("lora_class", "build"),
     [
-        (ColumnParallelLinearWithShardedLoRA, lambda **kw: ColumnParallelLinear(4, 8, **kw)),
         (ColumnParallelLinearWithShardedLoRA, lambda **kw: MergedColumnParallelLinear(4, [4, 8], **kw)),
         (MergedQKVParallelLinearWithShardedLoRA, lambda **kw: QKVParallelLinear(4, 2, 4, 2, **kw)),
     ],
-    ids=["column", "merged-as-one", "qkv"],
+    ids=["merged-as-one", "qkv"],
 )
 def test_column_kinds_keep_their_ranks_of_a(lora_class, build, tp_size, given, kept) -> None:
     for rank, rows in enumerate(kept):
@@ -196,66 +193,7 @@ def test_rows_of_b_of_qkv(tp_size, rank, q, kv, single) -> None:
     assert [labels(part) for part in parts] == [list(q), list(kv), list(kv)]
     kv_shard = rank if tp_size < 2 else rank // (tp_size // 2)
     assert (several.output_ids, several.output_sizes) == ((rank, kv_shard, kv_shard), (8, 4, 4))
-    assert several.output_slices == (len(q), len(kv), len(kv))
     assert labels(one.slice_lora_b(numbered(16))) == single
-    assert (one.q_shard_id, one.kv_shard_id, one.output_slices) == (rank, kv_shard, (len(single),))
-    assert (one.q_proj_total_size, one.kv_proj_total_size) == (8, 4)
-    assert (one.q_proj_shard_size, one.kv_proj_shard_size) == (len(q), len(kv))
-
-
-def test_rows_of_b_of_merged_layers_as_two_and_as_one() -> None:
-    base, b = MergedColumnParallelLinear(6, [4, 8], tp_rank=1, tp_size=2), numbered(12)
-    several = layers.MergedColumnParallelLinearWithLoRA(base)
-    assert [labels(part) for part in several.slice_lora_b([b[:4], b[4:]])] == [[2, 3], [8, 9, 10, 11]]
-    assert several.slice_lora_b([None, b[4:]])[0] is None
-    assert (several.output_ids, several.output_sizes, several.n_slices) == ((1, 1), (4, 8), 2)
-    one = ColumnParallelLinearWithShardedLoRA(base)
-    assert labels(one.slice_lora_b(b)) == [2, 3, 8, 9, 10, 11]
-    assert one.is_merged_col_linear
-
-
-def test_what_is_whole_on_every_rank() -> None:
-    place, a, b = {"tp_rank": 1, "tp_size": 2}, torch.randn(2, 8), torch.randn(6, 2)
-    replicated = layers.ReplicatedLinearWithLoRA(ReplicatedLinear(8, 6, **place))
-    plain = ColumnParallelLinearWithLoRA(ColumnParallelLinear(8, 6, **place))
-    assert replicated.slice_lora_a(a) is plain.slice_lora_a(a) is a
-    row_layer = RowParallelLinearWithLoRA(RowParallelLinear(8, 6, **place))
-    assert replicated.slice_lora_b(b) is row_layer.slice_lora_b(b) is b
-    assert not plain.is_merged_col_linear
-
-
-@pytest.mark.parametrize(("tp_size", "rank", "rows"), [(1, 0, range(8)), (2, 1, range(4, 8)), (4, 2, range(4, 6))])
-def test_row_keeps_its_columns_of_a_and_rows_of_b(tp_size, rank, rows) -> None:
-    layer = RowParallelLinearWithShardedLoRA(RowParallelLinear(8, 8, tp_rank=rank, tp_size=tp_size))
-    layer.create_lora_weights(4, config_for())
-    assert labels(layer.slice_lora_b(numbered(8))) == labels(layer.slice_lora_a(numbered(8).T[:3]).T) == list(rows)
-    assert tuple(layer.lora_a_stacked[0].shape) == (4, 1, 8, 8 // tp_size)
-    assert tuple(layer.lora_b_stacked[0].shape) == (4, 1, *layer.output_slices, 8) == (4, 1, 8 // tp_size, 8)
-
-
-@pytest.mark.parametrize(
-    ("build", "held", "ranks"),
-    [  # rank 1 of 4 holds rows 2 and 3 of A, the second adapter has rows 0 and 1
-        (lambda **kw: ColumnParallelLinearWithShardedLoRA(ColumnParallelLinear(4, 8, **kw)), [0, 0], [0, 0, 0, 2]),
-        (lambda **kw: RowParallelLinearWithShardedLoRA(RowParallelLinear(4, 8, **kw)), [2] * 2 + [0] * 6, None),
-    ],
-    ids=["column", "row"],
-)
-def test_small_adapter_after_a_large_one_leaves_no_trace(build, held, ranks) -> None:
-    layer = build(tp_rank=1, tp_size=4)
-    layer.create_lora_weights(4, config_for())
-    layer.set_lora(3, torch.ones(8, 4), torch.ones(8, 8))
-    layer.set_lora(1, torch.ones(8, 4), torch.ones(8, 8))
-    layer.set_lora(1, torch.full((2, 4), 2.0), torch.full((8, 2), 3.0))
-    a, b = layer.lora_a_stacked[0][:, 0], layer.lora_b_stacked[0][:, 0]
-    assert a[1, :, 0].tolist() == held
-    assert b[1, 0].tolist() == [3.0] * 2 + [0.0] * 6
-    assert (bool((a[3] == 1).all()), bool(a[[0, 2]].any())) == (True, False)
-    assert layer.lora_ranks.tolist() == [[0, 2, 0, 8]]
-    assert ranks is None or layer.lora_a_ranks.tolist() == [ranks]
-    layer.reset_lora(3)
-    assert not torch.cat((a[3].ravel(), b[3].ravel())).any()
-    assert layer.lora_ranks.tolist() == [[0, 2, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -273,22 +211,6 @@ def test_sizes_that_do_not_divide_over_the_ranks(lora_class, base, message) -> N
     assert (layer.lora_config, layer.lora_ranks) == (None, None)
 
 
-def test_slicing_a_needs_slots() -> None:
-    layer = ColumnParallelLinearWithShardedLoRA(ColumnParallelLinear(4, 6, tp_rank=0, tp_size=2))
-    with pytest.raises(RuntimeError, match="create_lora_weights"):
-        layer.slice_lora_a(A)
-
-
-def test_slices_that_disagree() -> None:
-    base = qkv(tp_rank=0, tp_size=2)
-    layer = with_example(
-        MergedQKVParallelLinearWithShardedLoRA, base, config_for(max_lora_rank=4), used([2]), [2, 2, 2]
-    )
-    layer.lora_a_stacked = layer.lora_a_stacked[:2]
-    with pytest.raises(RuntimeError, match=r"\(2, 3, 3\)"):
-        layer(X)
-
-
 @pytest.mark.parametrize("slots", [[-1], []], ids=["no-adapter", "no-rows"])
 @pytest.mark.parametrize(
     ("lora_class", "build", "width"),
@@ -304,26 +226,8 @@ def test_a_step_without_adapters_has_no_collective(lora_class, build, width, slo
     assert group.sent == []
 
 
-def test_the_gather_is_left_out_where_a_is_not_cut() -> None:
-    """A subclass may keep A whole on every rank: its shrink already has all ranks."""
-
-    class WholeA(ColumnParallelLinearWithShardedLoRA):
-        def _slot_shapes(self, max_rank):
-            return ColumnParallelLinearWithLoRA._slot_shapes(self, max_rank)
-
-        def _slice_a(self, i, lora_a):
-            return lora_a
-
-    layer = with_example(WholeA, column(tp_rank=1, tp_size=2), config_for(max_lora_rank=4), used([2]))
-    group = Scripted(1, [torch.zeros(1, 1, 4)] * 2)
-    with tensor_parallel(group):
-        assert layer(X)[0].tolist() == [2, 4, 4]
-    assert group.sent == []
-
-
 @pytest.mark.parametrize(
-    ("lora_class", "build"),
-    [(QKVParallelLinearWithShardedLoRA, qkv), (RowParallelLinearWithShardedLoRA, row)],
+    ("lora_class", "build"), [(QKVParallelLinearWithShardedLoRA, qkv), (RowParallelLinearWithShardedLoRA, row)]
 )
 def test_one_rank_takes_the_plain_path(lora_class, build) -> None:
     wrapper = used([2])

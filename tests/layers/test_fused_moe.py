@@ -106,14 +106,6 @@ def test_no_token(backend, parallel, monkeypatch):
         assert layer(x[:0], logits[:0]).shape == (0, HIDDEN)
 
 
-def test_a_new_adapter_replaces_all_of_the_old_one():
-    first, second = wrapped(base_layer(), tenants(5)), wrapped(base_layer(), {0: adapter(5, 2, 9)})
-    for slot in (1, 2):
-        first.reset_lora(slot)
-    first.set_lora(0, *adapter(5, 2, 9))
-    assert torch.equal(first(*inputs(5)), second(*inputs(5)))
-
-
 @pytest.mark.parametrize("config", [{}, {"fp8": E4M3}], ids=["32 bits", "FP8"])
 def test_nothing_beyond_a_rank_is_read(config):
     """Ranks differ by projection, and an adapter may have none of one."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layer_cases import config_for, lora_term, random_pair, used
+from layer_cases import config_for
 
 from punica.layers import (
     MergedColumnParallelLinearVariableSliceWithLoRA,
@@ -90,24 +90,6 @@ def test_bad_single_tensor(lora_a, lora_b, message):
     with pytest.raises(ValueError, match=message):
         layer.set_lora(1, lora_a, lora_b)
     assert (layer.lora_ranks == 0).all()
-
-
-def test_qkv_with_absent_k():
-    """Adapters for q_proj and v_proj only, as in the LoRA paper: k keeps the base output."""
-    base = QKVParallelLinear(6, 2, 4, 2, return_bias=False)
-    for parameter in base.parameters():
-        parameter.data.normal_()
-    layer = MergedQKVParallelLinearWithLoRA(base)
-    layer.create_lora_weights(4, config_for())
-    layer.set_mapping(used([0, -1, 0]))
-    (a_q, b_q), (a_v, b_v) = random_pair(4, 6, 8), random_pair(2, 6, 4)
-    layer.set_lora(0, [a_q, None, a_v], [b_q, None, b_v])
-    x = torch.randn(3, 6)
-    result = layer(x)
-    assert torch.equal(result[:, 8:12], base(x)[:, 8:12])
-    pairs = {0: [(a_q, b_q), (a_v, torch.zeros(4, 2)), (a_v, b_v)]}
-    reference = base(x).double() + lora_term(x, [0, -1, 0], pairs, torch.float32)
-    torch.testing.assert_close(result.double(), reference, rtol=1e-4, atol=1e-4)
 
 
 def test_expansion_splits_by_full_sizes_on_every_rank():

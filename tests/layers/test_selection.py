@@ -118,17 +118,6 @@ def test_logits_processor_has_its_own_function(tp_size, sharded):
     assert from_layer(processor, 4, config, []) is processor
 
 
-@pytest.mark.parametrize("cls", LORA_CLASSES)
-def test_keywords_are_required(cls):
-    layer = ReplicatedLinear(4, 4)
-    for arguments, options in (
-        ((), {"source_layer": layer, "packed_modules_list": []}),
-        ((layer, config_for(), []), {}),
-    ):
-        with pytest.raises(TypeError):
-            cls.can_replace_layer(*arguments, **options)
-
-
 def test_registered_replacement_stands_for_the_class():
     register_layer_class("ColumnParallelLinear", MyColumn)
     try:

@@ -1,6 +1,6 @@
 """Images of adapters: one fills a slot with the bits of `set_lora`, rank after rank, in A and in B."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -45,11 +45,9 @@ def by_kernel(image: Tensor, slots: Sequence[Tensor], ranks: Sequence[Tensor], i
 
 
 @pytest.mark.parametrize("write", [slot_image.write_slot, by_kernel], ids=["torch", "kernel"])
-@pytest.mark.parametrize(("rank", "dtype"), [(1, torch.float32), (20, torch.float16), (WIDTH, torch.float32)])
+@pytest.mark.parametrize(("rank", "dtype"), [(1, torch.float32), (WIDTH, torch.float16)])
 @pytest.mark.parametrize(("name", "place"), KINDS)
-def test_an_image_fills_a_slot_as_set_lora_does(
-    name: str, place: dict[str, Any], rank: int, dtype: torch.dtype, write: Callable[..., None]
-) -> None:
+def test_an_image_fills_a_slot_as_set_lora_does(name, place, rank, dtype, write) -> None:
     layer, in_size, sizes = layer_of(name, **place, dtype=dtype)
     given = as_arguments(layer, [random_pair(rank, in_size, size) for size in sizes])
     layer.set_lora(SLOT, *given)

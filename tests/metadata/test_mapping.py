@@ -48,19 +48,6 @@ def test_bad_ids_raise_with_position_and_value(ids, error, message) -> None:
 # ---- convert_mapping
 
 
-def test_convert_mapping_example() -> None:
-    mapping = LoRAMapping((3, 3, 0, 7), (3, 0, 7))
-    base, sampler, padded, embeddings, lengths = convert_mapping(mapping, [7, None, 3], 4, 100, 0, "cpu")
-    assert base.tolist() == [2, 2, -1, 0]
-    assert sampler.tolist() == [2, -1, 0]
-    assert padded.tolist() == [6, 10, 2]
-    assert embeddings.tolist() == [[0, 0, 0, 0], [200, 200, 0, 0]]
-    assert lengths == [4, 3, 3, 4]
-    tensors = (base, sampler, padded, embeddings)
-    assert {t.dtype for t in tensors} == {torch.int64}
-    assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1, "one allocation"
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 1000])
 def test_convert_mapping_equals_a_search_per_token(tokens: int) -> None:
     rng = np.random.default_rng(tokens)
@@ -126,19 +113,6 @@ def test_segments_of_no_tokens_and_of_no_adapter(dtype: torch.dtype) -> None:
     starts, lengths, slots, *rest = compute_meta(torch.empty(0, dtype=dtype))
     assert (starts.numel(), lengths.numel(), slots.numel(), *rest) == (0, 0, 0, 0, 0, 0, True)
     assert compute_meta(torch.full((5,), -1, dtype=dtype))[3:] == (1, 5, 5, True)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_segments_properties(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    slots = torch.from_numpy(np.repeat(rng.integers(-1, 4, 30), rng.integers(0, 5, 30)).astype(np.int32))
-    starts, lengths, values, batch, longest, tokens, _ = compute_meta(slots)
-    assert values.dtype == torch.int32
-    assert starts.dtype == lengths.dtype == torch.int64
-    assert torch.equal(torch.repeat_interleave(values, lengths), slots)
-    assert (values[1:] != values[:-1]).all()
-    assert starts.tolist() == [int(lengths[:i].sum()) for i in range(batch)]
-    assert (int(lengths.max()), int(lengths.sum())) == (longest, tokens)
 
 
 @pytest.mark.parametrize(

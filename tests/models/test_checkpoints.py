@@ -93,13 +93,6 @@ def test_a_single_file_beside_an_older_index_is_what_counts(tmp_path) -> None:
     assert torch.equal(logits_of(load_model(tmp_path), IDS), logits_of(newest, IDS))
 
 
-def test_names_without_the_prefix_of_the_language_model(folder) -> None:
-    model = load_model(folder)
-    change(folder, lambda tensors: {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
-    assert torch.equal(logits_of(load_model(folder), IDS), logits_of(model, IDS))
-    check_as_transformers(folder)
-
-
 def test_a_bare_backbone_with_a_tied_head(tmp_path) -> None:
     """As ``AutoModel.save_pretrained`` writes it."""
     whole = hugging_face(make_config(tie_word_embeddings=True))

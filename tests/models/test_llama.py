@@ -14,7 +14,6 @@ from punica.config import LoRAConfig
 from punica.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM, MixtureOfExpertsForCausalLM, load_model
-from punica.models.rotary import inverse_frequencies
 from punica.parallel import ParallelLMHead
 from tests.models.moe_world import hugging_face, logits_of, wanted
 
@@ -84,14 +83,6 @@ def test_every_layer_can_carry_adapters_and_the_wrapped_model_still_loads(tmp_pa
     manager.set_active_adapters([], LoRAMapping((0,) * 20, (0,) * 20, is_prefill=True))
     ids = torch.arange(20)
     torch.testing.assert_close(logits_of(model, ids), wanted(reference, ids), atol=1e-4, rtol=1e-4)
-
-
-def test_llama3_frequencies_differ_from_default() -> None:
-    config = make_config(rope_parameters=LLAMA3_ROPE)
-    default = 500000.0 ** (-torch.arange(0, 16, 2) / 16)
-    scaled, _ = inverse_frequencies(config)
-    torch.testing.assert_close(scaled[0], default[0])  # short wavelength kept
-    torch.testing.assert_close(scaled[-1], default[-1] / 8)  # long wavelength divided
 
 
 def test_checkpoint_in_several_files_and_in_bfloat16(tmp_path) -> None:

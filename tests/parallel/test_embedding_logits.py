@@ -12,19 +12,6 @@ def embedding(tp_rank=0, tp_size=1, org=4, total=6, padding=4):
     return VocabParallelEmbedding(total, 3, org_num_embeddings=org, padding_size=padding, **place)
 
 
-def test_padding_sizes():
-    layer = embedding(org=10, total=13, padding=8, tp_rank=1, tp_size=2)
-    assert (layer.org_vocab_size, layer.org_vocab_size_padded) == (10, 16)
-    assert (layer.num_embeddings, layer.num_embeddings_padded, layer.num_embeddings_per_partition) == (13, 24, 12)
-    assert tuple(layer.weight.shape) == (12, 3)
-    assert (layer.num_org_embeddings_per_partition, layer.num_added_embeddings_per_partition) == (2, 0)
-    shard = layer.shard_indices
-    assert (shard.padded_org_vocab_start_index, shard.padded_org_vocab_end_index) == (8, 16)
-    assert (shard.org_vocab_start_index, shard.org_vocab_end_index) == (8, 10)
-    assert (shard.padded_added_vocab_start_index, shard.padded_added_vocab_end_index) == (14, 18)
-    assert (shard.added_vocab_start_index, shard.added_vocab_end_index) == (13, 13)
-
-
 @pytest.mark.parametrize(
     ("tp_size", "org", "total", "id_dtype"),
     [(1, 4, 6, torch.int32), (2, 7, 7, torch.int64), (2, 5, 12, torch.int32), (4, 5, 12, torch.int64)],
@@ -92,11 +79,6 @@ def test_sharded_to_full_mapping(org, total, padding, tp_size, expected):
     assert embedding(0, tp_size, org=org, total=total, padding=padding).get_sharded_to_full_mapping() == expected
 
 
-def test_head_has_no_forward():
-    with pytest.raises(RuntimeError):
-        ParallelLMHead(8, 4)(torch.zeros(1, dtype=torch.int64))
-
-
 @pytest.mark.parametrize(
     ("org", "total", "bias", "tp_size"), [(4, 6, True, 1), (6, 6, False, 1), (3, 3, True, 2), (5, 9, False, 2)]
 )
@@ -127,11 +109,3 @@ def test_soft_cap_then_scale_bias_and_logits_as_input():
     torch.testing.assert_close(logits, 0.5 * 2.0 * torch.tanh(plain[:, :5] / 2.0))
     torch.testing.assert_close(LogitsProcessor(8)(head, hidden, bias), plain + bias)
     assert LogitsProcessor(8, logits_as_input=True)(head, plain) is plain
-
-
-def test_forward_calls_its_own_get_logits():
-    class Borrowing(LogitsProcessor):
-        def _get_logits(self, hidden_states, lm_head, embedding_bias=None):
-            return hidden_states + 1
-
-    assert Borrowing(8, scale=3.0)(ParallelLMHead(8, 4), torch.ones(2, 8)).tolist() == [[6.0] * 8] * 2

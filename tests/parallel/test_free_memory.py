@@ -11,10 +11,7 @@ from punica.parallel.memory import container_bytes
 
 CPU = torch.device("cpu")
 UNLIMITED_V1 = 9223372036854771712
-NAMES = {
-    "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    "v2": ("memory.max", "memory.current", ""),
-}
+NAMES = {"v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"), "v2": ("memory.max", "memory.current", "")}
 
 
 def machine(root: Path, lines: list[str]) -> Path:

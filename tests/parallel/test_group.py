@@ -18,7 +18,6 @@ from punica.parallel import (
     tensor_model_parallel_gather,
     tensor_parallel,
 )
-from tests.parallel.thread_ranks import on_threads
 
 
 @pytest.mark.parametrize(("a", "b"), [(7, 2), (8, 0), (8, -2)])
@@ -47,21 +46,6 @@ def test_one_rank_returns_its_input():
     assert tensor_model_parallel_all_reduce(tensor) is tensor
     assert tensor_model_parallel_all_gather(tensor) is tensor
     assert tensor_model_parallel_gather(tensor, dst=0, dim=0) is tensor
-
-
-@pytest.mark.parametrize("dim", [0, 1, -1, -2])
-def test_collectives_of_a_group(dim):
-    tensor = torch.randn(2, 3)
-
-    def on_rank(rank):
-        assert place() == (rank, 2)
-        summed, gathered = tensor_model_parallel_all_reduce(tensor), tensor_model_parallel_all_gather(tensor, dim)
-        return summed, gathered, tensor_model_parallel_gather(tensor, 1, dim)
-
-    for rank, (summed, gathered, at_last) in enumerate(on_threads(2, on_rank)):
-        assert torch.equal(summed, 2 * tensor)
-        assert torch.equal(gathered, torch.cat([tensor, tensor], dim))
-        assert torch.equal(at_last, gathered) if rank else at_last is None
 
 
 class Second(SingleProcessGroup):

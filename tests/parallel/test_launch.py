@@ -98,14 +98,6 @@ def test_an_error_under_a_default_device_leaves_nothing_behind(alone) -> None:
     assert_untouched()
 
 
-def test_world_comes_from_the_environment(alone, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with init_tensor_parallel(backend="gloo", init_method=alone["init_method"]) as group:
-        assert (group.rank, group.world_size) == (0, 1)
-    assert_untouched()
-
-
 def test_what_was_found_initialised_stays(alone) -> None:
     outer = SingleProcessGroup()
     set_tensor_parallel_group(outer)

@@ -84,23 +84,6 @@ def test_qkv_heads(tp_size, stacked):
         assert_close(layer(x)[0], torch.cat(shards, dim=-1))
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "tp_size", "per_rank", "kv_per_rank", "replicas", "output_sizes"),
-    [
-        (32, 2, 8, 4, 1, 4, [64, 16, 16]),
-        (4, None, 2, 2, 2, 1, [8, 8, 8]),
-        (4, 2, 2, 2, 1, 1, [8, 4, 4]),
-        (4, 2, 4, 1, 1, 2, [8, 8, 8]),
-    ],
-)
-def test_qkv_attributes(heads, kv_heads, tp_size, per_rank, kv_per_rank, replicas, output_sizes):
-    layer = QKVParallelLinear(16, 2, heads, kv_heads, tp_rank=tp_size - 1, tp_size=tp_size)
-    assert (layer.num_heads, layer.num_kv_heads, layer.num_kv_head_replicas) == (per_rank, kv_per_rank, replicas)
-    assert (layer.total_num_heads, layer.total_num_kv_heads) == (heads, kv_heads or heads)
-    assert (layer.output_sizes, layer.output_size) == (output_sizes, sum(output_sizes))
-    assert (layer.output_size_per_partition, layer.gather_output) == ((per_rank + 2 * kv_per_rank) * 2, False)
-
-
 @pytest.mark.parametrize("cls", [ReplicatedLinear, ColumnParallelLinear, RowParallelLinear])
 @pytest.mark.parametrize(
     ("bias", "skip", "return_bias"),
@@ -127,11 +110,6 @@ def test_parameters_are_frozen_and_annotated():
     assert (layer.weight.input_dim, layer.weight.output_dim) == (1, 0)
     assert layer.weight.weight_loader == layer.weight_loader
     assert layer.bias.tolist() == [0.0] * 6
-
-
-def test_bias_counts_once_over_row_ranks():
-    layer = load(RowParallelLinear(4, 3, tp_rank=1, tp_size=2), torch.zeros(3, 4), torch.ones(3))
-    assert layer(torch.randn(2, 2))[0].tolist() == [[0.0] * 3] * 2
 
 
 TWO_OF = {"tp_rank": 0, "tp_size": 2}

