@@ -7,7 +7,7 @@ beyond some 64 rows products are bound by compute, and drafts by what they cost.
 An engine decodes `batch_size` requests of `seq_len` tokens with the panel's adapters; its systems, numbers of given
 drafts, take turns. `break_even`: tokens that a step must give for its drafts to pay, as its time over that of a step
 without, which the host prepares beside the one before. Random weights tell nothing of acceptance: published ones are
-drawn (`paper_results/accept_lengths.csv`). Cost at scale=laptop: 20 seconds on two cores, 1 GB (expected).
+drawn (`paper_results/accept_lengths.csv`). Cost at scale=laptop: 15 seconds on two cores, 1 GB (expected).
 """
 
 from __future__ import annotations

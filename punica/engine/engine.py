@@ -354,7 +354,7 @@ class Engine(Generation):
         for row, logprobs in tokens.logprobs.items():
             if requests[row] in served:
                 requests[row].logprobs.append(logprobs)
-        new_tokens, finished, earlier = {}, [], dict[str, tuple[int, ...]]()
+        new_tokens, finished, earlier = {}, [], {}
         for request, token in served.items():
             try:
                 request.append(token)

@@ -18,6 +18,7 @@ from punica.scheduling.block_manager import BlockManager
 from punica.scheduling.request import RequestState, RequestStatus
 from punica.scheduling.scheduler import StepPlan
 
+_NO_DRAFTS: tuple[int, ...] = ()
 ADAPTER_INDEX_RULES = ("per_request", "last_admitted")
 """Rules for the adapter of a decode row, see :func:`lay_out`."""
 
@@ -149,7 +150,7 @@ def lay_out(
         table, end = blocks.block_table(request.request_id), request.num_tokens
         if request.status is RequestStatus.FINISHED:
             end = max(end - 1, 1)  # the last token of an idle request is never computed
-        length, drafts = 1, tuple[int, ...]()
+        length, drafts = 1, _NO_DRAFTS
         if request in plan.prefills:
             first, end = plan.pieces.get(request, (0, end))
             length = end - first
