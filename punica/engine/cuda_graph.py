@@ -104,13 +104,14 @@ class StepShapes:
         ``vocabulary`` adds those for adapters of embedding and head.
         """
         prompts = self._prompt_sizes[: bisect.bisect_left(self._prompt_sizes, prompt_rows) + 1] if prompt_rows else []
-        rows = [(size, decodes, decodes) for size in reversed(prompts) for decodes in (self._decode_sizes[-1], 0)]
-        rows += [(size, 0, size) for size in reversed(self._verify_sizes)]
-        rows += [(0, decodes, decodes) for decodes in reversed(self._decode_sizes)]
+        rows = [(size, decodes, False) for size in reversed(prompts) for decodes in (self._decode_sizes[-1], 0)]
+        rows += [(size, 0, True) for size in reversed(self._verify_sizes)]
+        rows += [(0, decodes, False) for decodes in reversed(self._decode_sizes)]
         return [
-            GraphShape(prompt_rows, decodes, count, ends, verifies=prompt_rows == of_adapters)
-            for prompt_rows, decodes, of_adapters in rows
-            for count in ((*reversed(self._counts(of_adapters)), 0) if self._max_loras else (0,))
+            GraphShape(prompt_rows, decodes, count, ends, verifies=verifies)
+            for prompt_rows, decodes, verifies in rows
+            for counts in (self._counts(prompt_rows if verifies else decodes),)
+            for count in ((*reversed(counts), 0) if self._max_loras else (0,))
             for ends in ((True, False) if vocabulary and count else (False,))
         ]
 

@@ -10,7 +10,7 @@ import torch
 from punica.engine import Engine, EngineConfig, Request, cuda_graph
 from punica.engine import runner as runner_module
 from punica.engine.attention import KernelAttention, PagedAttention
-from punica.engine.cuda_graph import GraphShape, StepGraphs, _Captured, decode_sizes, prompt_sizes
+from punica.engine.cuda_graph import GraphShape, StepGraphs, StepShapes, _Captured, decode_sizes, prompt_sizes
 from punica.ops.backbone import PackedHeads
 from tests.world import adapter_of_the_ends, are_served, finish, torch_without_gpu
 
@@ -198,6 +198,14 @@ def test_rows_are_padded_little(sizes_of, most, least, part) -> None:
         padding = min(size for size in sizes if size >= rows) - rows
         assert padding < (max(1, min(rows, least)) if part == 1 else max(least, rows / part))
     assert len(sizes) < 40
+
+
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_a_prompt_as_long_as_the_batch_is_wide_is_no_step_of_drafts(drafts) -> None:
+    sizes = StepShapes(64, 64, 2, drafts)
+    shapes = sizes.up_to(64, vocabulary=False)
+    assert sizes.of(64, 64, 2, uses_lora=True, vocabulary=False) in shapes
+    assert {shape.verifies for shape in shapes if shape.decode_rows} == {False}
 
 
 def test_mixtures_have_graphs_of_their_own_padded_to_powers_of_two(engine, backbone) -> None:
