@@ -116,18 +116,11 @@ def test_what_is_refused_at_the_load(world, tmp_path, changes, error, message) -
     assert ours.manager.list_adapters() == {}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"target_modules": ["embed_tokens"]}, {"velora_config": peft.VeloraConfig()}, {"init_lora_weights": "mica"}],
-    ids=str,
-)
-def test_peft_refuses_these_combinations_too(fields) -> None:
-    config = lora_config(alora_invocation_tokens=[5], **fields)
-    with pytest.raises(ValueError, match="unsupported variant combination"):
-        peft_model(hugging_face_model(), {"one": config})
+def test_an_embedding_cannot_be_activated() -> None:
     tensors = {f"embed_tokens.lora_embedding_{side}": torch.ones(4, 4) for side in "AB"}
+    helper = PEFTHelper(4, 8, ["embed_tokens"], alora_invocation_tokens=[5])
     with pytest.raises(ValueError, match="do not go together"):
-        LoRAModel.from_lora_tensors(1, tensors, PEFTHelper.from_dict(config.to_dict()))
+        LoRAModel.from_lora_tensors(1, tensors, helper)
 
 
 def loaded(manager: LoRAModelManager, request: LoRARequest) -> LoRAModel:

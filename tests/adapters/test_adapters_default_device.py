@@ -18,40 +18,35 @@ class Sizes:
     hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads = 24, 40, 2, 4, 2
 
 
-def build(dense: DenseModel, device: str = "cpu") -> LoRAModelManager:
+def build(dense: DenseModel) -> LoRAModelManager:
     config = LoRAConfig(max_lora_rank=8, max_loras=3, max_cpu_loras=4)
-    return LoRAModelManager(PackedModel(dense).to(device), 8, 64, VOCAB, config, device)
+    return LoRAModelManager(PackedModel(dense), 8, 64, VOCAB, config, "cpu")
 
 
-def serve(manager: LoRAModelManager, tenants: Tenants) -> list[torch.Tensor]:
-    """Adapters by all ways that lead into a slot: from a folder, from memory, reloaded, a zero one."""
+def serve(manager: LoRAModelManager, tenants: Tenants) -> None:
+    """Adapters by the other ways that lead into a slot: from a folder, reloaded, a zero one."""
     manager.add_adapter(tenants.request(1))
     manager.add_adapter(tenants.request(1, load_inplace=True))
-    manager.add_adapter(adapter(2))
     manager.prefetch_adapter(2).wait()
     manager.add_dummy_lora(LoRARequest("warm-up", 3, "nowhere"), 8)
-    return [buffer.cpu() for buffer in all_buffers(manager)]
 
 
 def test_adapters_on_the_cpu(dense, tenants, tmp_path):
     tenants.write(1, adapter_tensors(1), 4)
-    plain = build(dense)
-    expected = serve(plain, tenants)
+    plain, manager = build(dense), build(dense)
+    for one in (plain, manager):
+        one.add_adapter(adapter(2))
+    serve(plain, tenants)
     lora = plain._packer.pack(adapter(1))
     image = stage(plain.modules, lora, torch.float32, pin_memory=False).image
     numbers = random_adapter_tensors(Sizes, 4, 7)
-    manager, in_memory = build(dense), adapter(2)
-    manager.add_adapter(in_memory)
     with torch.device("meta"):
-        manager.add_adapter(tenants.request(1))
-        manager.add_adapter(tenants.request(1, load_inplace=True))
-        manager.prefetch_adapter(2).wait()
-        manager.add_dummy_lora(LoRARequest("warm-up", 3, "nowhere"), 8)
+        serve(manager, tenants)
         assert torch.equal(stage(manager.modules, lora, torch.float32, pin_memory=False).image, image)
         drawn = random_adapter_tensors(Sizes, 4, 7)
         write_random_adapter(tmp_path, Sizes, 4, 7)
     assert all(torch.equal(drawn[name], tensor) for name, tensor in numbers.items())
-    for found, wanted in zip(all_buffers(manager), expected, strict=True):
+    for found, wanted in zip(all_buffers(manager), all_buffers(plain), strict=True):
         for i in (1, 2, 3):
             assert torch.equal(found[manager.lora_index_to_id.index(i)], wanted[plain.lora_index_to_id.index(i)])
     assert all(tensor.device.type == "cpu" for i in (1, 2, 3) for tensor in manager.get_adapter(i).tensors())
@@ -61,7 +56,6 @@ def test_adapters_on_the_cpu(dense, tenants, tmp_path):
 def test_everything_under_a_default_device_of_cuda(dense, tenants):
     """As users work: the default device set once, then model, manager, adapters and a step."""
     tenants.write(1, adapter_tensors(1), 4)
-    expected = serve(build(dense), tenants)
     in_memory = adapter(2)
     with torch.device("cuda"):
         model = PackedModel(dense.to("cuda"))
@@ -74,9 +68,6 @@ def test_everything_under_a_default_device_of_cuda(dense, tenants):
         manager.set_adapter_mapping(decode(1, 2, 0, 3))
         x = torch.randn(4, 24)
         output = manager.model(x)
-    torch.cuda.synchronize()
-    for found, wanted in zip(all_buffers(manager), expected, strict=True):
-        assert torch.equal(found.cpu(), wanted)
     dense.cpu()
     for row, i in ((0, 1), (1, 2), (2, 0), (3, 0)):
         model = dense.merged(adapter_tensors(i), 2.0) if i else dense

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adapter_world import MODULES, adapter_tensors, peft_config
+from adapter_world import peft_config
 from safetensors.torch import save_file
 
 from punica.adapters import LoRALayerWeights, LoRAModel, PackedLoRALayerWeights, PEFTHelper, parse_fine_tuned_lora_name
@@ -46,10 +46,6 @@ def test_dimensions_and_shell():
     assert (shell.rank, shell.lora_alpha, shell.scaling, shell.lora_a, shell.lora_b) == (2, 16, 8, None, None)
     with pytest.raises(RuntimeError, match=r"m\.q_proj.*not set"):
         shell.optimize()
-    dummy = LoRALayerWeights.create_dummy_lora_weights("m", 6, 10, 3, torch.bfloat16, "cpu")
-    assert (dummy.lora_a.shape, dummy.lora_b.shape, dummy.lora_b.dtype) == ((3, 6), (10, 3), torch.bfloat16)
-    assert dummy.lora_alpha == 1
-    assert not dummy.lora_a.any() | dummy.lora_b.any()
 
 
 def test_pack_keeps_slices_and_scales_members():
@@ -72,26 +68,9 @@ def test_model_clone_shares_tensors():
     twin = model.clone(2)
     assert (twin.id, twin.rank) == (2, 4)
     assert twin.get_lora("m.q_proj").lora_a is model.get_lora("m.q_proj").lora_a
-    assert model.check_lora_name("m.q_proj")
-    assert not model.check_lora_name("m.k_proj")
-    assert model.get_lora("m.k_proj") is None
+    assert (model.check_lora_name("m.q_proj"), model.check_lora_name("m.k_proj")) == (True, False)
     with pytest.raises(ValueError, match="lora_model_id is 0"):
         model.clone(0)
-    with pytest.raises(TypeError, match="lora_model_id"):
-        LoRAModel("1", 4, {})
-
-
-def test_load_a_peft_folder(tmp_path):
-    tensors = adapter_tensors(seed=1, rank=4)
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    model = LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper(4), lora_model_id=9)
-    assert (model.id, model.rank, set(model.loras)) == (9, 4, set(MODULES))
-    for name, layer in model.loras.items():
-        assert (layer.rank, layer.lora_alpha, layer.scaling) == (4, 8, 2)
-        assert torch.equal(layer.lora_a, tensors[f"base_model.model.{name}.lora_A.weight"])
-        assert torch.equal(layer.lora_b, tensors[f"base_model.model.{name}.lora_B.weight"])
-    first, second = (LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper()) for _ in range(2))
-    assert 1 <= first.id == second.id - 1
 
 
 def test_patterns_match_the_names_of_the_adapter_not_the_mapped_ones():

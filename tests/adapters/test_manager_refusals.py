@@ -12,15 +12,12 @@ UP_B = UP_A.replace("lora_A", "lora_B")
 UNKNOWN_A, UNKNOWN_B = UP_A.replace("layers.0", "layers.9"), UP_B.replace("layers.0", "layers.9")
 BAD_FOLDERS = {
     "config": ({}, {"use_dora": True}, ValueError, "use_dora"),
-    "a bias": ({UP_B.replace("lora_B.weight", "bias"): torch.ones(40)}, {"bias": "all"}, ValueError, "is a bias"),
     "rank too large": ({}, {"r": 9}, ValueError, "rank 9 exceeds max_lora_rank 8"),
     "unexpected module": ({"m.router.lora_A.weight": torch.ones(4, 2)}, {}, ValueError, r"\['m.router'\]"),
     "unknown layer": ({UNKNOWN_A: torch.ones(4, 24), UNKNOWN_B: torch.ones(40, 4)}, {}, ValueError, r"layers\.9\.mlp"),
     "A too wide": ({UP_A: torch.ones(4, 25)}, {}, ValueError, "gate_up_proj.*24 columns, got 25"),
-    "B too high": ({UP_B: torch.ones(41, 4)}, {}, ValueError, "gate_up_proj.*40 rows, got 41"),
     "NaN": ({UP_A: torch.full((4, 24), float("nan"))}, {}, ValueError, "NaN"),
     "integers": ({UP_A: torch.ones(4, 24, dtype=torch.int8)}, {}, TypeError, "I8"),
-    "no tensors": (dict.fromkeys(TENSORS), {}, ValueError, "no LoRA tensors"),
     "scaled B overflows": ({UP_B: torch.full((40, 4), 3e38)}, {"lora_alpha": 400}, ValueError, "after scaling"),
 }
 
@@ -29,8 +26,7 @@ BAD_FOLDERS = {
 def test_a_bad_folder_changes_nothing(make_manager, tenants, case):
     changes, config, error, message = BAD_FOLDERS[case]
     manager = full_manager(make_manager, tenants)
-    tensors = {name: tensor for name, tensor in {**TENSORS, **changes}.items() if tensor is not None}
-    tenants.write(3, tensors, **config)
+    tenants.write(3, TENSORS | changes, **config)
     with unchanged(manager):
         with pytest.raises(error, match=message) as caught:
             manager.set_active_adapters([tenants.request(2), tenants.request(3)], decode(2, 3))

@@ -34,11 +34,7 @@ def biased() -> nn.Module:
 IA3 = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
 REFUSED: dict[str, tuple[Any, peft.PeftConfig, str]] = {
     "bias all": (biased, lora_config(bias="all"), r"\.bias'.* is a bias, trained with bias='all'"),
-    "lora_bias": (hugging_face_model, lora_config(lora_bias=True), "lora_bias is set"),
     "new tokens": (hugging_face_model, lora_config(trainable_token_indices=[1, 2]), r"indices is set \(\[1, 2\]\)"),
-    "replication": (hugging_face_model, lora_config(layer_replication=[(0, 2), (1, 2)]), "layer_replication is set"),
-    "activated": (hugging_face_model, lora_config(alora_invocation_tokens=[5]), r"activated LoRA .*tokens \[5\]"),
-    "KaSA": (hugging_face_model, lora_config(kasa_config=peft.KasaConfig()), "kasa_config is set"),
     "transposed": (transposed, lora_config(target_modules=["c_attn"], fan_in_fan_out=True), r"c_attn.*expected names"),
     "IA3": (hugging_face_model, IA3, "peft_type is 'IA3', only 'LORA'"),
     "many things": (

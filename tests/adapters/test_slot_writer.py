@@ -162,9 +162,7 @@ def test_staging_failure_changes_nothing(make_manager, tenants, monkeypatch):
 @pytest.mark.parametrize(
     ("tp_size", "tp_rank", "modules", "options"),
     [
-        (1, 0, None, {"lora_dtype": torch.float32}),
-        (2, 1, ("q_proj", "v_proj"), {"lora_dtype": torch.bfloat16}),
-        (2, 0, None, {"lora_dtype": torch.bfloat16, "fully_sharded_loras": True}),
+        (2, 1, None, {"lora_dtype": torch.bfloat16}),
         (4, 3, ("q_proj", "v_proj"), {"lora_dtype": torch.float32, "fully_sharded_loras": True}),
         (4, 3, None, {"fp8": torch.float8_e4m3fn, "fully_sharded_loras": True}),
     ],

@@ -226,12 +226,9 @@ def test_a_step_without_adapters_has_no_collective(lora_class, build, width, slo
     assert group.sent == []
 
 
-@pytest.mark.parametrize(
-    ("lora_class", "build"), [(QKVParallelLinearWithShardedLoRA, qkv), (RowParallelLinearWithShardedLoRA, row)]
-)
-def test_one_rank_takes_the_plain_path(lora_class, build) -> None:
-    wrapper = used([2])
-    layer = with_example(lora_class, build(tp_rank=0, tp_size=1), config_for(max_lora_rank=4), wrapper)
+def test_one_rank_takes_the_plain_path() -> None:
+    wrapper, base = used([2]), qkv(tp_rank=0, tp_size=1)
+    layer = with_example(QKVParallelLinearWithShardedLoRA, base, config_for(max_lora_rank=4), wrapper)
     wrapper.add_shrink = wrapper.add_expand = None
     layer.set_mapping(wrapper)
     assert layer(X)[0].tolist() == DELTA.tolist()

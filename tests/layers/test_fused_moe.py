@@ -183,8 +183,6 @@ def test_slices_of_gate_and_up_as_one(layout, model, full, wanted):
     for rank in (0, 1):
         layer = half_of_a_layer(True, rank, layout, model)
         assert [labels[int(row)] for row in layer.slice_lora_b(b)[0, :, 0]] == wanted[rank].split()
-    sizes = (layer.w13_input_size, layer.w13_output_size, layer.w2_input_size, layer.w2_output_size)
-    assert sizes == (4, 8, 4, 4)
 
 
 @pytest.fixture(scope="module")

@@ -17,17 +17,9 @@ def snapshot(meta: LoRAKernelMeta) -> dict[str, list]:
     return {name: getattr(meta, name).tolist() for name in DEVICE_FIELDS + HOST_FIELDS}
 
 
-def test_kernel_meta_example() -> None:
+def test_what_kernels_read_is_32_bits_wide() -> None:
     meta = LoRAKernelMeta.make(3, 8, "cpu")
-    meta.prepare_tensors(torch.tensor([2, -1, 0, 2, 2, 0]))
-    assert meta.token_lora_mapping.tolist() == [2, -1, 0, 2, 2, 0, -1, -1]
-    assert meta.token_indices_sorted_by_lora_ids[:6].tolist() == [1, 2, 5, 0, 3, 4]
-    assert meta.active_lora_ids.tolist() == [-1, 0, 2, -1]
-    assert meta.num_tokens_per_lora.tolist() == [1, 2, 3, 0]
-    assert meta.lora_token_start_loc.tolist() == [0, 1, 3, 6, 0]
-    assert meta.num_active_loras_cpu.tolist() == [3]
     assert meta.default_num_active_loras_cpu.tolist() == [4]
-    assert meta.no_lora_flag_cpu.tolist() == [False]
     assert {getattr(meta, name).dtype for name in (*DEVICE_FIELDS, *HOST_FIELDS[1:])} == {torch.int32}
     assert meta.no_lora_flag_cpu.dtype == torch.bool
     assert all(getattr(meta, name).is_contiguous() for name in DEVICE_FIELDS)

@@ -65,35 +65,6 @@ def torchrun(ranks: int, program: Path, *arguments: str) -> str:
     return done.stdout
 
 
-TORCHRUN_PROGRAM = """
-import json, sys
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from tests.models.test_llama_parallel import IDS, logits_of
-from punica.models import LlamaForCausalLM
-from punica.parallel import init_tensor_parallel
-
-with init_tensor_parallel() as group:
-    model = LlamaForCausalLM(sys.argv[1])
-    model.load_weights(sys.argv[1])
-    Path(sys.argv[2], str(group.rank)).write_text(json.dumps([group.world_size, logits_of(model, IDS).tolist()]))
-assert not dist.is_initialized()
-"""
-
-
-@pytest.mark.slow
-def test_torchrun(saved: dict[str, Tensor], tmp_path: Path) -> None:
-    program, answers, folder = tmp_path / "two_ranks.py", tmp_path / "answers", next(iter(saved))
-    answers.mkdir()
-    program.write_text(TORCHRUN_PROGRAM)
-    torchrun(2, program, folder, str(answers))
-    for rank in ("0", "1"):
-        world_size, logits = json.loads((answers / rank).read_text())
-        assert world_size == 2
-        torch.testing.assert_close(torch.tensor(logits), saved[folder], atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.slow
 def test_program_of_the_docs_gives_the_same_tokens_on_one_and_two_ranks(tmp_path: Path) -> None:
     page = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")

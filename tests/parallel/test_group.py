@@ -13,9 +13,6 @@ from punica.parallel import (
     get_tensor_model_parallel_world_size,
     set_tensor_parallel_group,
     split_tensor_along_last_dim,
-    tensor_model_parallel_all_gather,
-    tensor_model_parallel_all_reduce,
-    tensor_model_parallel_gather,
     tensor_parallel,
 )
 
@@ -38,14 +35,6 @@ def test_split_along_last_dim_gives_views():
 
 def place():
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-
-
-def test_one_rank_returns_its_input():
-    tensor = torch.randn(2, 3)
-    assert place() == (0, 1)
-    assert tensor_model_parallel_all_reduce(tensor) is tensor
-    assert tensor_model_parallel_all_gather(tensor) is tensor
-    assert tensor_model_parallel_gather(tensor, dst=0, dim=0) is tensor
 
 
 class Second(SingleProcessGroup):

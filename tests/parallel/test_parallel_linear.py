@@ -28,27 +28,6 @@ def assert_close(actual, expected):
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("lead", [(2, 3), ()], ids=["3d", "1d"])
-def test_column_shards_concatenate_to_dense(lead):
-    x, weight, bias = torch.randn(*lead, 7), torch.randn(12, 7), torch.randn(12)
-    parts = []
-    for rank in range(4):
-        layer = load(ColumnParallelLinear(7, 12, tp_rank=rank, tp_size=4), weight, bias)
-        assert (layer.output_size_per_partition, layer.input_size_per_partition) == (3, 7)
-        parts.append(layer(x)[0])
-    assert_close(torch.cat(parts, dim=-1), dense(x, weight, bias))
-
-
-@pytest.mark.parametrize("input_is_parallel", [True, False], ids=["parallel", "whole"])
-def test_row_shards_add_up_to_dense(input_is_parallel):
-    x, weight, bias = torch.randn(5, 8), torch.randn(6, 8), torch.randn(6)
-    total = torch.zeros(5, 6)
-    for rank in range(4):
-        layer = RowParallelLinear(8, 6, input_is_parallel=input_is_parallel, tp_rank=rank, tp_size=4)
-        total += load(layer, weight, bias)(x.chunk(4, dim=-1)[rank] if input_is_parallel else x)[0]
-    assert_close(total, dense(x, weight, bias))
-
-
 @pytest.mark.parametrize("stacked", [True, False], ids=["fused-checkpoint", "slice-by-slice"])
 def test_merged_holds_a_piece_of_every_matrix(stacked):
     sizes, x = [8, 4, 12], torch.randn(3, 5)

@@ -95,18 +95,6 @@ def test_shrink_and_expand_apart(wrapper):
     assert (y[:, :2] == 1).all()
 
 
-def test_embedding_and_logits(wrapper):
-    a, b = stacks(CHANNEL, wrapper.device)
-    rows, y = torch.randn(5, 16, device=wrapper.device), torch.zeros(5, 48, device=wrapper.device)
-    wrapper.add_lora_embedding(y, rows, b[0].stored, lora_b_scale=[b[0].scale], quant_args=CHANNEL)
-    assert_near(y, product(rows.cpu().double(), b[0].real(), SLOTS, None, False), 1e-3)
-    x, logits = torch.randn(5, 64, device=wrapper.device), torch.zeros(5, 50, device=wrapper.device)
-    given = {"lora_a_scale": [a[0].scale], "lora_b_scale": [b[0].scale], "quant_args": CHANNEL}
-    wrapper.add_lora_logits(logits, x, a[0].stored, b[0].stored, 2.0, **given)
-    assert_near(logits[:, :48], expected(a[:1], b[:1], x.cpu().double(), 2.0), 1e-3)
-    assert (logits[:, 48:] == 0).all()
-
-
 BAD: dict[str, tuple[dict[str, Any], type, str]] = {
     "no scales of A": ({"lora_a_scale": None}, TypeError, "lora_a_scale is missing"),
     "no scales of B": ({"lora_b_scale": None}, TypeError, "lora_b_scale is missing"),

@@ -186,7 +186,6 @@ def test_w8a8_quantises_real_activations(make, fp8):
     for wrong, error, message in (
         ({"a_scale": torch.ones(1)}, ValueError, "leave a_scale out"),
         ({"lora_a_scale": None}, ValueError, "lora_a_scale is missing"),
-        ({"quant_args": {"group": 1}}, TypeError, "group"),
         ({"scaling": 2.0}, TypeError, "scaling"),
         ({"lora_ranks": torch.ones(1, 3, dtype=torch.int32)}, ValueError, "lora_ranks"),
         ({"quant_args": {"shrink": {"use_fp8_w8a8": True}}}, ValueError, "differs between shrink and expand"),
