@@ -44,7 +44,7 @@ PLAIN_TENSORS: set[type[Tensor]] = {Tensor}
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x [..., in]``, ``weight [out, in]``, ``bias [out]`` or None to ``[..., out]``; any device, any dtype."""
-    if x.is_cuda and is_skinny(x, weight):
+    if x.is_cuda and is_skinny(x, weight, bias):
         from punica.ops.triton_ops.backbone import skinny_gemm  # importing punica must not need Triton
 
         out = x.new_empty(x.shape[0], weight.shape[0])
@@ -52,7 +52,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return out
     if x.is_cpu and x.dtype == weight.dtype == torch.float32 and x.dim() > 1 and x.numel():
         rows = x.shape[0] if x.dim() == 2 else x.numel() // x.shape[-1]
-        if onednn_for.several if rows > 1 else onednn_for.one:
+        wanted = onednn_for.several if rows > 1 else onednn_for.one
+        if wanted and not needs_gradient(x, weight, bias):  # oneDNN's operator has none, and says so in a warning
             onednn = onednn_linear()
             if onednn is not None:
                 if x.dim() == 2:
@@ -65,7 +66,7 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = N
     """Multiply as `linear` with ``weight * scale[:, None]``: ``weight [out, in]`` in float8_e4m3fn, ``scale [out]`` in
     float32. `skinny_gemm` multiplies sums by scales; elsewhere the weight is dequantised and rounded to ``x``'s dtype.
     """
-    if x.is_cuda and is_skinny(x, weight):
+    if x.is_cuda and is_skinny(x, weight, bias):
         from punica.ops.triton_ops.backbone import skinny_gemm
 
         out = x.new_empty(x.shape[0], weight.shape[0])
@@ -90,13 +91,19 @@ def dequantised(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return real
 
 
-def is_skinny(x: Tensor, weight: Tensor) -> bool:
+def is_skinny(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Tell whether `skinny_gemm` serves a product on a GPU: few rows, 16 bits, no gradient, no tracer."""
     most, dtype = (MOST_FP8_ROWS, x.dtype) if weight.dtype == E4M3 else (MOST_SKINNY_ROWS, weight.dtype)
     if x.dim() != 2 or x.shape[0] > most or x.dtype not in (torch.float16, torch.bfloat16):
         return False
     plain = type(x) in PLAIN_TENSORS and x.stride(1) == weight.stride(1) == 1 and x.dtype == dtype
-    return plain and x.numel() > 0 and not (x.requires_grad or torch.compiler.is_compiling())
+    return plain and x.numel() > 0 and not (needs_gradient(x, weight, bias) or torch.compiler.is_compiling())
+
+
+def needs_gradient(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Tell whether autograd records a product: kernels without a backward would drop its gradients."""
+    wanted = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    return wanted and torch.is_grad_enabled()
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
