@@ -25,9 +25,9 @@ from punica.engine.pretrained import GenerationDefaults
 from punica.engine.prompts import is_chat, listed, listed_prompts
 from punica.engine.requests import GenerationChunk, GenerationResult, StepOutput, result_of
 from punica.engine.text import TextCodec, ending_at, growing_text
-from punica.scheduling import Request, RequestState, SamplingParams, as_sampling_params
+from punica.scheduling import Mixture, Request, RequestState, SamplingParams, as_sampling_params
 
-Adapter = LoRARequest | Mapping[LoRARequest, float] | None
+Adapter = LoRARequest | Mapping[LoRARequest, float] | Mixture | None
 Adapters = Adapter | Sequence[Adapter]
 Params = SamplingParams | int | Sequence[SamplingParams | int | None] | None
 _P = ParamSpec("_P")
@@ -282,7 +282,7 @@ class Generation(ABC):
     ) -> list[Request]:
         prompts = listed_prompts(prompts)
         count = len(prompts)
-        adapters = _per_prompt("adapters", adapters, count, LoRARequest, Mapping)
+        adapters = _per_prompt("adapters", adapters, count, LoRARequest, Mapping, Mixture)
         params = _per_prompt("params", params, count, SamplingParams, int)
         if not count == len(adapters) == len(params):
             raise ValueError(

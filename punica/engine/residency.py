@@ -112,24 +112,22 @@ class AdapterResidency:
         """Refuse an adapter by its type and slot; :meth:`check_folder` checks its id and folder.
 
         TypeError: not a LoRARequest. ValueError: a mixture needs more slots than there are, or names an id twice.
-        RuntimeError: every slot is pinned for another adapter, so it could wait for ever.
+        RuntimeError: slots that it needs are pinned for other adapters, so it could wait for ever.
         """
-        if isinstance(adapter, Mixture):
-            for one in adapter.adapters:
-                self.check(one)
-            ids = {one.lora_int_id for one in adapter.adapters}
-            if not len(adapter.adapters) == len(ids) <= self.manager.lora_slots:
-                raise ValueError(
-                    f"mixture {clip(adapter.lora_name)} has {len(adapter.adapters)} adapters of ids {sorted(ids)}; "
-                    f"give distinct ones, at most one for each of the {self.manager.lora_slots} slots (max_loras)"
-                )
-            return
-        if not isinstance(adapter, LoRARequest):
-            raise TypeError(f"adapter must be a LoRARequest or None, got {type(adapter).__name__} {clip(adapter)}")
+        parts, slots = adapter.adapters if isinstance(adapter, Mixture) else (adapter,), self.manager.lora_slots
+        for one in parts:
+            if not isinstance(one, LoRARequest):
+                raise TypeError(f"adapter must be a LoRARequest or None, got {type(one).__name__} {clip(one)}")
+        names, ids = ", ".join(repr(one.lora_name) for one in parts), sorted({one.lora_int_id for one in parts})
+        if not len(parts) == len(ids) <= slots:
+            raise ValueError(
+                f"a mixture has {len(parts)} adapters, {clip(names)}, of ids {ids}; give distinct ones, at most one "
+                f"for each of the {slots} slots (max_loras)"
+            )
         pinned = self.manager.pinned_adapters
-        if adapter.lora_int_id not in pinned and len(pinned) >= self.manager.lora_slots:
+        if len(pinned.union(ids)) > slots:
             raise RuntimeError(
-                f"no slot for adapter {adapter.lora_name!r} (id {adapter.lora_int_id}): all {len(pinned)} slots are "
+                f"no slot for adapter {names} (id {', '.join(map(str, ids))}): {len(pinned)} of {slots} slots are "
                 f"pinned, for adapters {sorted(pinned)}; call manager.unpin_adapter first, or raise max_loras"
             )
 

@@ -30,14 +30,17 @@ class Mixture(NamedTuple):
     weights: tuple[float, ...]
 
     @classmethod
-    def of(cls, name: str, given: Mapping[Any, float]) -> "Mixture":
+    def of(cls, name: str, given: "Mapping[Any, float] | Mixture") -> "Mixture":
         """TypeError, ValueError: none, more than `MOST_MIXED`, or a weight that is no finite float32."""
-        if not 1 <= len(given) <= MOST_MIXED:
-            raise ValueError(f"{name} mixes {len(given)} adapters; give 1 to {MOST_MIXED}, each with its weight")
-        weights = [check_number(f"the weight of {clip(one)} in {name}", weight) for one, weight in given.items()]
+        adapters, weights = given if isinstance(given, Mixture) else (tuple(given), tuple(given.values()))
+        if not 1 <= len(adapters) == len(weights) <= MOST_MIXED:
+            counts = f"{len(adapters)} adapters by {len(weights)} weights"
+            raise ValueError(f"{name} mixes {counts}; give 1 to {MOST_MIXED}, each with its weight")
+        named = zip(adapters, weights, strict=True)
+        weights = tuple(check_number(f"the weight of {clip(one)} in {name}", weight) for one, weight in named)
         if max(map(abs, weights)) > _MOST_WEIGHT:
             raise ValueError(f"{name} has weights {weights}; they must be at most {_MOST_WEIGHT}, as they are float32")
-        return cls(tuple(given), tuple(weights))
+        return cls(tuple(adapters), weights)
 
     @property
     def lora_name(self) -> str:
@@ -75,7 +78,7 @@ class Request:
             raise TypeError(f"cache_salt of request {name} must be a str, got {type(self.cache_salt).__name__}")
         object.__setattr__(self, "prompt_token_ids", _token_ids(name, self.prompt_token_ids))
         object.__setattr__(self, "params", as_sampling_params(self.params))
-        if isinstance(self.adapter, Mapping):
+        if isinstance(self.adapter, (Mapping, Mixture)):
             object.__setattr__(self, "adapter", Mixture.of(f"adapter of request {name}", self.adapter))
         if isinstance(self.adapter, Mixture) and self.adapter.weights == (1,):
             object.__setattr__(self, "adapter", self.adapter.adapters[0])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest
 from punica.checks import MOST_MIXED
-from punica.engine import Engine, Request
+from punica.engine import Engine, Mixture, Request
 from punica.engine.runner import ModelRunner
 from punica.scheduling import SamplingParams
 from tests.world import adapter_of_the_ends
@@ -154,6 +154,39 @@ def test_refused_before_anything_changes(backbone, given, error, message) -> Non
     with pytest.raises(error, match=message):
         engine.add_request(Request("a", PROMPT, 3, {known.get(one, one): weight for one, weight in given.items()}))
     assert not any((engine.has_unfinished(), engine._residency._users, engine.manager.list_adapters()))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "weights", "error", "message"),
+    [
+        ((), (), ValueError, "mixes 0 adapters"),
+        ((1, 2), (0.5,), ValueError, "2 adapters by 1 weights"),
+        ((1, 2), (0.5, float("nan")), ValueError, "finite"),
+        ((1, 1), (0.5, 0.5), ValueError, "distinct"),
+        ((1, 0), (0.5, 0.5), TypeError, "LoRARequest"),
+    ],
+)
+def test_mixtures_made_by_hand_are_checked_and_taken_as_dicts_are(backbone, numbers, weights, error, message) -> None:
+    engine, nested = backbone.engine(max_loras=3), Mixture((backbone.adapters[3],), (0.5,))
+    adapters = tuple(backbone.adapters.get(number, nested) for number in numbers)
+    with pytest.raises(error, match=message):
+        engine.add_request(Request("a", PROMPT, 3, Mixture(adapters, weights)))
+    given = {backbone.adapters[1]: 0.7, backbone.adapters[4]: 0.3}
+    mixture, plain = Mixture((*given,), (*given.values(),)), Mixture((backbone.adapters[1],), (1,))
+    one, two, three = engine.generate([PROMPT] * 3, [mixture, given, plain], 3)
+    assert one.token_ids == two.token_ids == engine.generate([PROMPT], mixture, 3)[0].token_ids != three.token_ids
+
+
+def test_a_mixture_without_slots_beside_the_pinned_ones_is_refused_on_arrival(backbone) -> None:
+    engine = backbone.engine(max_loras=3)
+    for number in (2, 3):
+        engine.manager.add_adapter(backbone.adapters[number])
+        engine.manager.pin_adapter(number)
+    ask = {backbone.adapters[1]: 0.5}
+    with pytest.raises(RuntimeError, match=r"'adapter-1', 'adapter-4' \(id 1, 4\): 2 of 3 slots are pinned.*\[2, 3\]"):
+        engine.add_request(Request("a", PROMPT, 3, ask | {backbone.adapters[4]: 0.5}))
+    assert not engine._residency._users
+    assert engine.generate([PROMPT], ask | {backbone.adapters[2]: 0.5}, 2)[0].error is None
 
 
 def test_head_is_mixed_embedding_is_refused_alone(backbone, oracle, expected, tmp_path) -> None:
