@@ -30,11 +30,12 @@ from experiments.workload.popularity import WORKLOADS, popularity
 TRACE = "Trace"  # the workload that is a file
 SAMPLE = Path(__file__).with_name("lora-trace-v1.csv")
 BLOCK_TOKENS = 512
+SESSION = "Session ID"  # older files of BurstGPT have no such column
 FITTING = 95  # percent of requests that are scaled to fit a model; the rest are cut
 FORMATS = {
     "lora": ("arrival_s", "prompt_tokens", "output_tokens", "client", "", ""),
     "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens", "", "", ""),
-    "burstgpt": ("Timestamp", "Request tokens", "Response tokens", "Model", "Session ID", ""),
+    "burstgpt": ("Timestamp", "Request tokens", "Response tokens", "Model", SESSION, ""),
     "mooncake": ("timestamp", "input_length", "output_length", "", "", "hash_ids"),
 }
 """Format -> its columns of the fields of a `TracedRequest`; empty where it has none. Mooncake's time is in ms."""
@@ -102,8 +103,8 @@ class Trace:
 
 
 def read_trace(path: Path, form: str, most: int | None = None) -> list[TracedRequest]:
-    """Read the first ``most`` requests, by arrival; those without output (BurstGPT's failures) are left out. OSError;
-    ValueError names file, line and column of the first that is wrong, and the remedy.
+    """Read a file's first ``most`` requests, and sort them by arrival; those without output (BurstGPT's failures) are
+    left out. OSError; ValueError names file, line and column of the first that is wrong, and the remedy.
     """
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
@@ -117,14 +118,22 @@ def read_trace(path: Path, form: str, most: int | None = None) -> list[TracedReq
 
 
 def _rows(file: Any, form: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    if form == "mooncake":
+        return ((line, _object(text)) for line, text in enumerate(file, 1) if text.strip())
     reader = csv.DictReader(file)
-    return enumerate(map(_object, file), 1) if form == "mooncake" else ((reader.line_num, row) for row in reader)
+    names = reader.fieldnames or FORMATS[form]  # an empty file has none
+    if missing := [name for name in FORMATS[form] if name not in ("", SESSION, *names)]:
+        raise ValueError(
+            f"{file.name}, line 1: {names!r:.80} has no column {missing[0]}; choose another workload.path, or another "
+            f"workload.format than {form}"
+        )
+    return ((reader.line_num, row) for row in reader)
 
 
 def _object(text: str) -> Mapping[str, Any]:
     try:
         return dict(json.loads(text))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return {}
 
 
@@ -137,7 +146,7 @@ def _request(form: str, row: Mapping[str, Any], where: str) -> TracedRequest:
             found[name] = None
         if column and (found[name] is None or not is_right(found[name])):
             raise ValueError(
-                f"{where}, column {column}: {row.get(column)!r:.80} and not {what}; correct or remove the line, or "
+                f"{where}, column {column}: {row.get(column)!r:.80} is not {what}; correct or remove the line, or "
                 f"choose another workload.format than {form}"
             )
     found["arrival"] *= 1e-3 if form == "mooncake" else 1.0
@@ -149,15 +158,16 @@ def _seconds(given: Any) -> float:
     try:
         return float(given)
     except ValueError:
-        return datetime.fromisoformat(given).replace(tzinfo=UTC).timestamp()
+        at = datetime.fromisoformat(given)
+        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
 PARSERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
-    "arrival": (_seconds, math.isfinite, "a time"),
+    "arrival": (_seconds, lambda seconds: abs(seconds) < 1e15, "a time"),
     "prompt": (lambda given: int(str(given)), lambda tokens: 0 < tokens < 2**31, "a number of tokens above 0"),
     "output": (lambda given: int(str(given)), lambda tokens: 0 <= tokens < 2**31, "a number of tokens"),
     "client": (lambda given: given or "", bool, "a name"),
-    "session": (lambda given: given or "", lambda _: True, "a name"),  # older files of BurstGPT have no such column
+    "session": (lambda given: given or "", lambda _: True, "a name"),
     "blocks": (tuple, lambda ids: all(type(one) is int for one in ids), "a list of whole numbers"),
 }
 """Field of a `TracedRequest` -> its parser, check, and what that needs."""

@@ -34,6 +34,13 @@ def test_every_format_is_read(tmp_path, form):
     assert read_trace(written(tmp_path, head, line, line), form, most=1) == [expected]
 
 
+def test_blank_lines_are_left_out_and_times_may_name_their_zone(tmp_path):
+    assert len(read_trace(written(tmp_path, json.dumps(MOONCAKE), "", " "), "mooncake")) == 1
+    day = "1970-01-02 01:00:00"
+    path = written(tmp_path, AZURE[:-1], f"{day}+02:00,3,4", "", f"{day}Z,3,4", f"{day},3,4")
+    assert [request.arrival for request in read_trace(path, "azure")] == [82800.0, 90000.0, 90000.0]
+
+
 def test_files_of_burstgpt_without_sessions_and_with_failures(tmp_path):
     lines = "Timestamp,Model,Request tokens,Response tokens", "9,ChatGPT,5,0", "8,ChatGPT,6,2", "7,GPT-4,7,1"
     path = written(tmp_path, *lines)
@@ -43,11 +50,12 @@ def test_files_of_burstgpt_without_sessions_and_with_failures(tmp_path):
 
 
 WRONG = {
-    "lora": {"arrival_s": ["nan", ""], "client": [""], "prompt_tokens": ["0", "x", "1.5"], "output_tokens": ["-1", ""]},
+    "lora": {"arrival_s": ["nan", "", "-1e308"], "client": [""], "prompt_tokens": ["0", "x", "1.5"],
+             "output_tokens": ["-1", ""]},
     "azure": {"TIMESTAMP": ["yesterday", "inf"], "ContextTokens": ["", "9" * 30], "GeneratedTokens": ["many"]},
     "burstgpt": {"Timestamp": ["?"], "Model": [""], "Request tokens": ["0"], "Response tokens": ["1e3"]},
     "mooncake": {"timestamp": [None], "input_length": [1.5], "output_length": [-1], "hash_ids": ["12", [1.5], None]},
-}
+}  # fmt: skip
 CASES = [(form, column, value) for form, of in WRONG.items() for column, values in of.items() for value in values]
 
 
@@ -62,12 +70,15 @@ def test_a_malformed_line_is_named_by_file_line_and_column(tmp_path, form, colum
         read_trace(written(tmp_path, head, line, wrong), form)
 
 
-REFUSED = {"{": "timestamp: None", "[1]": "timestamp: None", "": "has no request", '"' + "x" * 200_000: "no CSV file"}
+REFUSED = {
+    "{": "timestamp: None", "[1]": "timestamp: None", "[" * 100_000: "timestamp: None", "": "has no request",
+    LORA: "no column TIMESTAMP", '"' + "x" * 200_000: "no CSV file",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("text", REFUSED, ids=["json", "list", "empty", "field"])
+@pytest.mark.parametrize("text", REFUSED, ids=["json", "list", "deep", "empty", "columns", "field"])
 def test_a_file_of_another_format_is_refused(tmp_path, text):
-    form = "azure" if len(text) > 9 else "mooncake"
+    form = "azure" if text.startswith(("a", '"')) else "mooncake"
     with pytest.raises(ValueError, match=f"{REFUSED[text]}.* workload.format"):
         read_trace(written(tmp_path, text or None), form)
 
