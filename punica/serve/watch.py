@@ -19,11 +19,11 @@ def parts_of(adapter: Any) -> list[Any]:
 class Watch:
     """Observer of an engine, in the thread that steps it. Adapters are ids; ``names`` alone has their names."""
 
-    seconds = 3.0  # of recording after a question
+    seconds = 3.0  # of recording after a question; a step that began in them is recorded, however long it takes
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._until, self._num_steps, self._num_tokens = engine, 0.0, 0, 0
-        self._steps: deque[dict[str, Any]] = deque(maxlen=32)
+        self._engine, self._until, self._began, self._num_steps, self._num_tokens = engine, 0.0, 0.0, 0, 0
+        self._steps: deque[tuple[dict[str, Any], list[Any]]] = deque(maxlen=32)  # and their adapters
 
     def view(self, with_steps: bool) -> dict[str, Any]:
         """Return requests, KV blocks and slots; ``with_steps``: the last steps, else all adapters in memory and use."""
@@ -36,7 +36,9 @@ class Watch:
             active = manager.active_versions()
             in_slots, known = {one.slot: one.lora.id for one in active}, [*parts[0], *(one.request for one in active)]
             view["slots"] = [in_slots.get(slot, 0) for slot in range(manager.lora_slots)]
-            if not with_steps:
+            if with_steps:
+                known += [one for _, adapters in self._steps for one in adapters]
+            else:
                 loaded, pinned = manager.list_adapters(), manager.pinned_adapters
                 view["loaded"] = {i: (lora.rank, manager.is_active(i), i in pinned) for i, lora in loaded.items()}
                 view["running"], view["waiting"] = ([one.lora_int_id for one in part] for part in parts)
@@ -44,15 +46,17 @@ class Watch:
             view["names"] = {one.lora_int_id: one.lora_name for one in known if one is not None}
         if with_steps:
             now, self._engine.on_step = time.monotonic(), self._record
-            self._until = now + self.seconds
-            view |= {"steps": [*self._steps], "num_steps": self._num_steps, "num_tokens": self._num_tokens, "now": now}
+            self._until, self._began = now + self.seconds, now
+            view |= {"num_steps": self._num_steps, "num_tokens": self._num_tokens, "now": now}
+            view["steps"] = [step for step, _ in self._steps]
         return view
 
     def _record(self, layout: Any, output: StepOutput) -> None:
         """Keep a step that has ended, by its `StepLayout`: rows ``[request, adapters, rows, cached tokens, is prompt,
         joins, reason of its end]``, and segments ``[adapters, rows, slot]`` as SGMV has them.
         """
-        if time.monotonic() > self._until:
+        began, self._began = self._began, time.monotonic()
+        if began > self._until:
             self._engine.on_step = None
             self._steps.clear()
             return
@@ -68,4 +72,5 @@ class Watch:
             sizes, joins = (span.length, span.kv_length), is_prompt and first == request.hit
             rows.append((name, ids, *sizes, is_prompt, joins, request.finish_reason))
         segments = [(in_slots[slot], length, slot) for slot, length in layout.segments]
-        self._steps.append({"number": self._num_steps, "rows": rows, "segments": segments})
+        step = {"number": self._num_steps, "rows": rows, "segments": segments}
+        self._steps.append((step, [one for request in layout.requests for one in parts_of(request.adapter)]))

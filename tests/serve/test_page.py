@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,21 @@ def test_a_prompt_in_pieces_joins_once(world: Any) -> None:
     assert [row[2:6] for step in watch.view(True)["steps"] for row in step["rows"]] == [
         (4, 4, True, True), (4, 8, True, False), (2, 10, True, False),
     ]  # fmt: skip
+
+
+def test_a_long_step_is_kept_and_names_outlive_slots(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 10.0, 10.0, 20.0, 20.0, 30.0, 40.0])
+    monkeypatch.setattr("punica.serve.watch.time", SimpleNamespace(monotonic=clock.__next__))
+    watch = Watch(engine := world.engine(2, max_loras=1))
+    for number, adapter in enumerate(world.adapters[:2]):
+        assert watch.view(True)["num_steps"] == number
+        engine.generate([[7] * 5], [adapter], 1)
+    view = watch.view(True)
+    assert (view["slots"], view["names"], len(view["steps"])) == ([2], {1: "tenant-0", 2: "tenant-1"}, 2)
+    engine.generate([[7] * 5], None, 1)
+    assert engine.on_step is not None
+    engine.generate([[7] * 5], None, 1)
+    assert engine.on_step is None
 
 
 def test_drafts_are_rows_of_a_decoding_request(world: Any) -> None:
