@@ -129,9 +129,12 @@ def _check_source(options: Namespace) -> None:
 
 
 def _check_names(options: Namespace) -> None:
-    """Set ``base``. ValueError: a name of two models."""
+    """Set ``base``. ValueError: a name of two models, or one that answers cannot have."""
     options.base = options.served_model_name or Path(options.checkpoint).expanduser().resolve().name
     names = [options.base, *(name for name, _ in options.adapter)]
+    for name in names:
+        if name != name.encode(errors="replace").decode():
+            raise ValueError(f"the name {clip(name)} is not UTF-8; pass another to --adapter or --served-model-name")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{twice} name two models; pass other names to --adapter or --served-model-name")

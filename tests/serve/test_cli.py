@@ -109,6 +109,7 @@ def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--adapter", "\udcff=x"], "is not UTF-8"),
         (["--adapter", "tiny=x"], "name two models"), (["--adapter", "a=x", "--adapter", "a=y"], "name two models"),
         (["--allow-folder", "/nowhere"], "nowhere"), (["--max-queue=-1"], "--max-queue: '-1' must be an integer, at l"),
         (["--wrong"], "--wrong"), (["@/nowhere"], "'/nowhere'"), (["--port", "80000"], "at most 65535"),
@@ -124,7 +125,7 @@ def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> No
         (["--adapter", "=x"], "is not NAME=VALUE"), (["--ray=2", "without"], "pip install 'punica-lora[clust"),
         (["--demo"], "or --demo without a checkpoint"),
     ],
-    ids=range(29),
+    ids=range(30),
 )  # fmt: skip
 def test_what_is_refused_is_one_line(
     world: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
