@@ -11,7 +11,8 @@ from prometheus_client.registry import Collector
 
 class RouterMetrics(Collector):
     """Gauges of the last ``view`` of an engine (`Watch.view`), of base model ``model``. ``with_names``: also those that
-    name adapters. Names and labels are vLLM 0.33's; for loaded adapters those of its pull request 54830.
+    name adapters. Names and labels are those of vLLM 0.26's `loggers.py` and of the sources of llm-d's router; for
+    loaded adapters those of vLLM's pull request 54830. No router has been run against them.
     """
 
     def __init__(self, registry: CollectorRegistry, model: str, with_names: bool) -> None:
