@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from glob import escape
 from inspect import formatannotation
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +197,11 @@ def is_duration(metric: str) -> bool:
 
 
 def refuse_impossible(rows: Iterable[Row]) -> None:
-    """Raise `ImpossibleRow` for a measured duration that is not above zero, as a placeholder is."""
+    """Raise `ImpossibleRow` for a measured duration that is not above zero, as a placeholder is, or infinite."""
     for row in rows:
-        if row.kind == "measured" and row.statistic != "count" and is_duration(row.metric) and not row.value > 0:
+        if row.kind == "measured" and row.statistic != "count" and is_duration(row.metric) and not 0 < row.value < inf:
             what = f"{row.metric}={row.value} {row.unit} of {row.system or row.panel}, figure {row.figure}"
-            raise ImpossibleRow(f"{what}: a measured duration must be above 0; leave out the row of what was not run")
+            raise ImpossibleRow(f"{what}: a measured duration must be above 0 and finite; leave out the row of what was not run")
 
 
 class RowFile:

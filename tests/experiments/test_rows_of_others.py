@@ -24,14 +24,17 @@ def test_recorded_rows_have_no_faults():
 
 @pytest.mark.parametrize(
     ("wrong", "fault"),
-    [({}, ""), ({"hardware": "cpu"}, "hardware cpu"), ({"torch": ""}, "given: torch"), ({"scale": "smoke"}, "smoke"),
+    [({}, ""), ({"hardware": "cpu"}, "hardware cpu is not gpu"), ({"torch": ""}, "torch is not given"), ({"scale": "smoke"}, "smoke"),
      ({"calib_copy_us": None}, "calib_copy_us"), ({"commit": "a-dirty"}, "uncommitted"), ({"value": 0.0}, "above 0"),
+     ({"value": float("inf")}, "finite"), ({"commit": "--help"}, "is no hash"), ({"commit": "../a"}, "is no hash"),
      ({"source_hash": "x"}, "gives s")], ids=str,
 )  # fmt: skip
 def test_faults_are_named(wrong, fault, tmp_path):
     write_rows(tmp_path / "gpu" / "fig01_batching.csv", [replace(row, **{**STAMPED, **wrong}) for row in decode_rows()])
     found = "\n".join(faults(tmp_path / "gpu", lambda commit, script: "s"))
     assert fault in found if fault else not found
+    (tmp_path / "gpu" / "FROM.md").write_text("Ada <script>")
+    assert "FROM.md: write who measured" in next(faults(tmp_path / "gpu"))
 
 
 def test_reports_name_who_measured(tmp_path):
