@@ -166,7 +166,6 @@ def all_buffers(manager: LoRAModelManager) -> list[torch.Tensor]:
 
 
 def active_in_order(manager: LoRAModelManager) -> list[int]:
-    """The active adapters, the least recently used first."""
     return [loaded.lora.id for loaded, _ in manager._active.items()]
 
 

@@ -168,11 +168,7 @@ def test_equal_mapping_is_skipped_only_with_an_equal_slot_table(make_manager, mo
     assert manager.punica_wrapper.token_lora_indices.tolist() == [1, 1]
 
 
-# --- zero adapters for warm-up: the cost of a real one, no effect on outputs -----------------------------------------
-
-
 def ghost(adapter_id: int) -> LoRARequest:
-    """A request whose folder does not exist."""
     return LoRARequest(f"warm-up {adapter_id}", adapter_id, "no such folder")
 
 

@@ -4,15 +4,7 @@ import gc
 
 import pytest
 import torch
-from adapter_world import (
-    LAYERS,
-    MODULES,
-    VOCAB,
-    adapter,
-    adapter_tensors,
-    decode,
-    one_layer,
-)
+from adapter_world import LAYERS, MODULES, VOCAB, adapter, adapter_tensors, decode, one_layer
 
 from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager
 from punica.config import LoRAConfig

@@ -21,7 +21,6 @@ RANKS = {1: 4, 2: 16, 3: 8}
 
 
 def write_adapters(home: Path) -> dict[int, LoRARequest]:
-    """Write adapters of several ranks; return them by id."""
     return {
         i: LoRARequest(f"adapter-{i}", i, str(write_random_adapter(home / f"adapter-{i}", MODEL, rank, i)))
         for i, rank in RANKS.items()
@@ -56,7 +55,6 @@ def requests(
 
 
 def undisturbed(asked: list[Request]) -> dict[str, list[int]]:
-    """Return each request's tokens from one engine that has room for all."""
     engine = factory(num_blocks=None)()
     for request in asked:
         engine.add_request(request)
@@ -69,8 +67,6 @@ def undisturbed(asked: list[Request]) -> dict[str, list[int]]:
 
 @dataclass
 class LocalRunners:
-    """Dispatcher and runners in this process."""
-
     dispatcher: Dispatcher
     runners: dict[str, Runner]
 

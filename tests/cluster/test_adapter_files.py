@@ -134,9 +134,6 @@ def test_a_folder_that_cannot_be_stored_is_not_kept_in_part(tmp_path, monkeypatc
     assert Path(folders.local(adapter, files).lora_path, "y").read_bytes() == b"2"
 
 
-# --- folders that runners read by themselves --------------------------------------------------------------------------
-
-
 @pytest.fixture
 def adapters(tmp_path: Path) -> dict[int, LoRARequest]:
     return write_adapters(tmp_path)

@@ -27,7 +27,6 @@ def works_ahead(request, monkeypatch) -> bool:
 
 
 def step(world: LocalRunners) -> EndedStep:
-    """Run one step of the runner."""
     return world.dispatcher.end(NAME, world.runners[NAME].step(world.dispatcher.begin(NAME)))
 
 

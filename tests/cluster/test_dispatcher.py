@@ -247,9 +247,6 @@ def test_ranks_reach_the_rule(adapters) -> None:
     assert sorted(member.rank for member in world.dispatcher.policy.gpus["runner-0"].members.values()) == [0, 16]
 
 
-# --- steps without requests -------------------------------------------------------------------------------------------
-
-
 def step_of(world: LocalRunners, uuid: str) -> None:
     command = world.dispatcher.begin(uuid)
     assert command is not None

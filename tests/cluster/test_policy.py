@@ -138,8 +138,6 @@ def test_gpus_that_are_full_by_pages_are_not_lightly_loaded_however_few_requests
     for i in range(500):
         policy.submit(str(i), 100, 120)  # 7 pages
     policy.place()
-    assert max(gpu.working_set for gpu in policy.gpus.values()) < policy.light_load
-    assert policy.num_queued > 480
     assert policy.scale_signal() == ScaleSignal(True, ())
     for name in policy.queued:
         policy.cancel(name)

@@ -58,7 +58,6 @@ class Deadly:
         self.failed += ended.failed
 
     def check_quarantine(self) -> None:
-        """Check that a quarantined request has its GPU alone."""
         for gpu in self.dispatcher.policy.gpus.values():
             quarantined = [member for member in gpu.members.values() if member.quarantined]
             assert not quarantined or gpu.working_set == 1

@@ -51,7 +51,6 @@ def adapter(experts: int, rank: int, seed: int, shared: bool = False) -> tuple[l
 
 
 def stacked(a: list[Tensor], b: list[Tensor], layout: str) -> tuple[list[Tensor], list[Tensor]]:
-    """The same adapter with gate and up as one."""
     up = torch.cat((b[0], b[2]), dim=1) if layout == "concatenated" else torch.stack((b[0], b[2]), dim=2).flatten(1, 2)
     return [a[0], a[1]], [up, b[1]]
 

@@ -7,7 +7,6 @@ from layer_cases import (
     DIM,
     IN,
     LINEAR,
-    MAX_RANK,
     MIXED,
     ORG,
     VOCAB,
@@ -115,17 +114,3 @@ def test_embedding_and_logits():
         held = {slot: rounded(pairs, E5M2) for slot, pairs in adapters.items()}
         expected = one.base_layer(*given).double() + lora_term(x, MIXED, held, torch.float32)
         assert_close(one(*given), expected)
-
-
-def test_refusals():
-    layer, _ = linear_layer(LINEAR["replicated"], config_for(torch.float32, fp8=E4M3), place=ALONE)
-    a, b = random_pair(3, IN, 12)
-    before = [part.slots.clone() for part in layer.slot_parts()]
-    with pytest.raises(TypeError, match=r"float8.*scales"):
-        layer.set_lora(0, a.to(E4M3), b.to(E4M3))
-    with pytest.raises(ValueError, match="rank 9"):
-        layer.set_lora(0, *(Fp8Matrix.of(w, E4M3) for w in random_pair(MAX_RANK + 1, IN, 12)))
-    with pytest.raises(ValueError, match="columns"):
-        layer.set_lora(0, Fp8Matrix.of(a[:, 1:], E4M3), Fp8Matrix.of(b, E4M3))
-    for part, old in zip(layer.slot_parts(), before, strict=True):
-        assert torch.equal(part.slots.float(), old.float())

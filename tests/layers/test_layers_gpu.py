@@ -49,7 +49,6 @@ def pair_of_layers(name: str, dtype: torch.dtype, **options: Any) -> tuple[Any, 
 
 
 def captured(layer: Any, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of one call of the layer, and its result."""
     layer(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -132,8 +132,6 @@ def test_adapters_of_another_dtype_than_the_output(base_class):
 
 
 class Doubled(MergedColumnParallelLinear):
-    """A merged layer that computes in its own way."""
-
     def forward(self, input_):
         output, bias = super().forward(input_)
         return 2 * output, bias

@@ -60,16 +60,12 @@ def logits_of(slots=MIXED, dtype=torch.float32, org=ORG, device="cpu", **options
 
 
 def check(result: Tensor, base: Tensor, x: Tensor, slots, adapters, dtype=torch.float32) -> None:
-    """``base`` plus the LoRA term of ``x``."""
     assert result.dtype == base.dtype
     assert_close(result, base.cpu().double() + lora_term(x, slots, adapters, dtype), dtype)
 
 
 def one_hot(ids: Tensor) -> Tensor:
     return F.one_hot(ids.clamp(max=ORG), ORG + 1)[:, :ORG].float()
-
-
-# --- embedding -------------------------------------------------------------------------------------------------------
 
 
 @on_devices
@@ -197,9 +193,6 @@ def test_what_one_thread_captures_says_nothing_of_another(monkeypatch) -> None:
         assert not utils.has_vocabulary_work({0}, tensor)
         assert other.submit(utils.has_vocabulary_work, set(), tensor).result()
     assert utils.has_vocabulary_work(set(), tensor)
-
-
-# --- logits ----------------------------------------------------------------------------------------------------------
 
 
 @on_devices

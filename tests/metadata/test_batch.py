@@ -13,9 +13,6 @@ def rows(*slots: int) -> RowGroups:
     return RowGroups.of_rows(np.array(slots))
 
 
-# ---- RowGroups
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_groups_of_rows_and_of_runs_agree_with_a_slow_definition(seed: int) -> None:
     generator = np.random.default_rng(seed)
@@ -32,9 +29,6 @@ def test_groups_of_rows_and_of_runs_agree_with_a_slow_definition(seed: int) -> N
         assert present.tolist() == sorted(set(slots))
         assert counts.tolist() == [slots.count(slot) for slot in sorted(set(slots))]
         assert groups.no_lora == (max(slots, default=-1) < 0)
-
-
-# ---- the step
 
 
 def test_every_form_of_a_step_says_the_same() -> None:

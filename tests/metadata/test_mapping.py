@@ -6,8 +6,6 @@ import torch
 
 from punica.metadata import LoRAMapping, compute_meta, convert_mapping
 
-# ---- LoRAMapping
-
 
 @pytest.mark.parametrize(
     "ids",
@@ -28,7 +26,6 @@ def test_mapping_stores_tuples_of_int(ids) -> None:
         ([1, True], TypeError, r"\[1\].*True"),
         ([1, np.bool_(True)], TypeError, r"\[1\]"),
         ([1.0], TypeError, r"\[0\].*1.0"),
-        ("12", TypeError, r"\[0\]"),
         ([2, None], TypeError, r"\[1\].*None"),
         (torch.tensor([True]), TypeError, r"\[0\]"),
         (5, TypeError, "5"),
@@ -43,9 +40,6 @@ def test_bad_ids_raise_with_position_and_value(ids, error, message) -> None:
         LoRAMapping((), ids)
     with pytest.raises(TypeError, match="is_prefill"):
         LoRAMapping((1,), (1,), is_prefill=1)  # type: ignore[arg-type]
-
-
-# ---- convert_mapping
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 1000])
@@ -99,9 +93,6 @@ def test_convert_mapping_errors(arguments: dict, error: type[Exception], message
         convert_mapping(**{**call, **arguments})
 
 
-# ---- compute_meta
-
-
 def test_segments_example() -> None:
     starts, lengths, slots, *rest = compute_meta(torch.tensor([2, 2, 2, -1, -1, 0, 0, 2]))
     assert (starts.tolist(), lengths.tolist(), slots.tolist()) == ([0, 3, 5, 7], [3, 2, 2, 1], [2, -1, 0, 2])
@@ -113,19 +104,5 @@ def test_segments_of_no_tokens_and_of_no_adapter(dtype: torch.dtype) -> None:
     starts, lengths, slots, *rest = compute_meta(torch.empty(0, dtype=dtype))
     assert (starts.numel(), lengths.numel(), slots.numel(), *rest) == (0, 0, 0, 0, 0, 0, True)
     assert compute_meta(torch.full((5,), -1, dtype=dtype))[3:] == (1, 5, 5, True)
-
-
-@pytest.mark.parametrize(
-    ("slots", "error", "message"),
-    [
-        (torch.zeros(2, 2, dtype=torch.int64), ValueError, "1-D"),
-        (torch.zeros(2), TypeError, "integer dtype"),
-        (torch.zeros(2, dtype=torch.bool), TypeError, "integer dtype"),
-        ([1, 2], TypeError, "tensor"),
-        (torch.tensor([0, -2]), ValueError, r"\[1\] is -2"),
-    ],
-    ids=["2-D", "float", "bool", "list", "below -1"],
-)
-def test_segments_errors(slots, error, message) -> None:
-    with pytest.raises(error, match=message):
-        compute_meta(slots)
+    with pytest.raises(ValueError, match=r"\[1\] is -2"):
+        compute_meta(torch.tensor([0, -2]))

@@ -37,8 +37,6 @@ PARTS = {"mixtral": ("w1", "w2", "w3"), "qwen3_moe": ("gate_proj", "down_proj", 
 
 
 class CausalAttention:
-    """One sequence, no cache."""
-
     def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
         q, k, v = packed.rotated()
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -58,7 +56,6 @@ def hugging_face(config: Any) -> Any:
 
 
 def saved(kind: str, folder: Path) -> tuple[Any, Path]:
-    """A model of transformers, and its checkpoint."""
     theirs = hugging_face(CONFIGS[kind])
     theirs.save_pretrained(folder)
     return theirs, folder
@@ -84,7 +81,6 @@ def logits_of(model: Any, tokens: Tensor = TOKENS) -> Tensor:
 
 
 def wanted(model: Any, tokens: Tensor = TOKENS) -> Tensor:
-    """Logits of a model of transformers."""
     with torch.no_grad():
         return model(tokens[None]).logits[0]
 

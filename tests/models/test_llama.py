@@ -11,10 +11,8 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from punica.adapters import LoRAModelManager
 from punica.config import LoRAConfig
-from punica.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
 from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM, MixtureOfExpertsForCausalLM, load_model
-from punica.parallel import ParallelLMHead
 from tests.models.moe_world import hugging_face, logits_of, wanted
 
 # 4 heads and 2 kv heads, so that 4 ranks replicate the kv heads; a vocabulary that needs padding
@@ -74,9 +72,6 @@ def test_every_layer_can_carry_adapters_and_the_wrapped_model_still_loads(tmp_pa
     reference.save_pretrained(tmp_path)
     model = LlamaForCausalLM(tmp_path)
     manager = LoRAModelManager(model, 1, 20, 77, LoRAConfig(), "cpu")
-    assert isinstance(model.model.embed_tokens, VocabParallelEmbeddingWithLoRA)
-    assert isinstance(model.logits_processor, LogitsProcessorWithLoRA)
-    assert type(model.lm_head) is ParallelLMHead
     suffixes = {name.rpartition(".")[2] for name in manager.modules}
     assert suffixes == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "embed_tokens", "lm_head"}
     model.load_weights(tmp_path)

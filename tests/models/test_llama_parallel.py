@@ -21,7 +21,6 @@ VARIANTS = {"plain": make_config(), **{name: CONFIGS[name] for name in ("tied", 
 
 
 def on_rank(rank: int, folders: list[str]) -> tuple[list[Tensor], Tensor, tuple[int, int]]:
-    """Logits of each checkpoint, logits with random weights, and this rank's heads."""
     loaded = []
     for folder in folders:
         model = LlamaForCausalLM(folder)
@@ -53,13 +52,13 @@ def test_logits_equal_hugging_face(saved: dict[str, Tensor], tp_size: int, heads
         torch.testing.assert_close(random, alone, atol=1e-4, rtol=1e-4)
 
 
-def torchrun(ranks: int, program: Path, *arguments: str) -> str:
+def torchrun(ranks: int, program: Path) -> str:
     """Standard output of ranks that are started the way a user does."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["--log-dir", str(program.parent / "logs")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*command, str(program), *arguments], capture_output=True, text=True, env=environment, timeout=900, check=False
+        [*command, str(program)], capture_output=True, text=True, env=environment, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRAModelManager, LoRARequest
 from punica.config import LoRAConfig
-from punica.engine import Engine, EngineConfig
 from punica.layers import FusedMoEWithLoRA
 from punica.metadata import LoRAMapping
 from punica.models import MixtureOfExpertsForCausalLM
@@ -19,7 +18,6 @@ from tests.models.moe_world import (
     CONFIGS,
     TOKENS,
     factors,
-    greedy,
     loaded,
     logits_of,
     managed,
@@ -134,18 +132,3 @@ def test_zero_adapters_cover_the_experts():
     manager.set_adapter_mapping(LoRAMapping([1] * len(TOKENS), [1] * len(TOKENS)))
     assert manager.modules["model.layers.0.mlp.experts"].adapter_enabled.tolist() == [1, 0, 0]
     torch.testing.assert_close(logits_of(model), before)
-
-
-def test_the_engine_serves_mixed_requests(world, tmp_path):
-    """Greedy tokens of three requests, two tenants and the backbone, equal those of merged models."""
-    theirs, folder = world
-    all_layers = [factors(theirs.config, rank, seed) for rank, seed in ((4, 5), (2, 6))]
-    write_per_expert(tmp_path / "0", theirs.config, all_layers[0], 4, 4)
-    write_stacked(tmp_path / "1", all_layers[1], 2, 4)
-    config = EngineConfig(max_batch_size=4, max_model_len=32)
-    engine = Engine(loaded(folder), config.lora_config(max_lora_rank=4), config)
-    prompts = [[5, 9, 2, 6], [3, 1, 4], [8, 9, 7, 9, 3]]
-    adapters = [LoRARequest(str(i), i + 1, str(tmp_path / str(i))) for i in (0, 1)]
-    found = [result.token_ids for result in engine.generate(prompts, [*adapters, None], 6)]
-    models = [merged(theirs, all_layers[0], 1.0), merged(theirs, all_layers[1], 2.0), theirs]
-    assert found == [greedy(merged_model, prompt, 6) for prompt, merged_model in zip(prompts, models, strict=True)]

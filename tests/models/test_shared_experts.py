@@ -83,21 +83,18 @@ def test_a_model_that_joins_gate_and_up(world, tmp_path, mixed):
 def test_refusals(world, tmp_path):
     theirs, folder = world
     layers = shared_factors(theirs.config, OUTER)
-    experts = theirs.config.num_local_experts
 
-    def refused(match, change, joined=False, three_d=False):
+    def refused(match, change, three_d=False):
         model = MixtureOfExpertsForCausalLM(folder)
         model.is_3d_moe_weight = three_d
         own = {layer: {which: list(pair) for which, pair in pairs.items()} for layer, pairs in layers.items()}
         change(own[0])
-        write_projections(tmp_path, own, ("w1", "w2", "w3"), joined)
+        write_projections(tmp_path, own, ("w1", "w2", "w3"), joined=False)
         with pytest.raises(ValueError, match=match):
             logits(model, tmp_path)
 
-    def cut(which, side, size):
-        return lambda pairs: pairs[which].__setitem__(side, pairs[which][side][:size].clone())
-
-    refused(rf"has 3 experts of rank 4, .* the model has {experts}", cut("w1", 1, 3))
+    three = f"has 3 experts of rank 4, .* the model has {theirs.config.num_local_experts}"
+    refused(three, lambda pairs: pairs["w1"].__setitem__(1, pairs["w1"][1][:3].clone()))
     refused("gate and up are apart", lambda pairs: None, three_d=True)
     refused("config says rank 4", lambda pairs: pairs["w1"].__setitem__(0, pairs["w1"][0][:, :3]))
     refused(r"must be \[E, r, in\] and \[E, out, r\]", lambda pairs: pairs["w1"].__setitem__(0, pairs["w1"][0][0]))

@@ -10,8 +10,6 @@ SIZE = 3
 
 
 def on_all_ranks(body) -> list[Exception | str]:
-    """What comes of `body(rank)`, agreed upon, on every rank."""
-
     def run(rank: int) -> str:
         with all_ranks_agree():
             body(rank)

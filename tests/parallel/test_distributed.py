@@ -1,7 +1,4 @@
-"""Real process groups over gloo, 1, 2 and 4 ranks: collectives and places.
-
-One process start per number of ranks: the ranks run everything in ``dist_checks.py``, the tests look at the answers.
-"""
+"""Real process groups over gloo, 1, 2 and 4 ranks, each started once: what they found in ``dist_checks``."""
 
 import functools
 from typing import Any
@@ -14,7 +11,6 @@ from punica.parallel import spawn_tensor_parallel
 
 @functools.cache
 def world_of(size: int) -> list[dict[str, Any]]:
-    """What each rank answered."""
     return [everything(0)] if size == 1 else spawn_tensor_parallel(everything, size, backend="gloo")
 
 

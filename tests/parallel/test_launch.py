@@ -38,7 +38,6 @@ def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> dict:
-    """Arguments for a world of one over gloo."""
     return {"backend": "gloo", "init_method": (tmp_path / "store").as_uri(), "rank": 0, "world_size": 1}
 
 

@@ -41,7 +41,6 @@ class Served:
     output: Path
 
     def is_idle(self) -> bool:
-        """Check that no request runs or waits."""
         text = httpx2.get(f"{self.url}/metrics", trust_env=False).text
         found = re.findall(r"^punica_requests_(?:running|waiting)(?:{.*})? (\S+)$", text, re.MULTILINE)
         return bool(found) and not any(map(float, found))

@@ -74,7 +74,6 @@ class World:
 
 
 def make_world(trial: Trial, count: int) -> World:
-    """Write the checkpoint and ``count`` adapters."""
     adapters = {number: (RANKS[(number - 1) % 4], LAYERS) for number in range(1, count + 1)}
     sizes = {"vocab_size": VOCAB, "seed": trial.seed}
     return World(write_backbone(trial.folder / "checkpoint", adapters, byte_tokenizer(), **sizes), trial)

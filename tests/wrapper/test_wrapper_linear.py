@@ -59,9 +59,6 @@ def expected_linear(y, x, a, b, scale, slots, add_inputs=True, ranks=None):
     return out
 
 
-# ---- add_lora_linear
-
-
 @pytest.mark.parametrize(
     ("slots", "hidden", "rank", "widths", "dtype"),
     [
@@ -207,9 +204,6 @@ def test_bad_arguments_raise_and_write_nothing(method: str, case: str) -> None:
     assert not any(part.any() for part in change.get("y", y))
 
 
-# ---- add_shrink and add_expand
-
-
 @pytest.mark.parametrize(("as_tuple", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_shrink_accumulates_and_leaves_other_rows(as_tuple: bool, dtype: torch.dtype, backend: type) -> None:
     a, _ = weights(3, 50, 6, [], dtype)
@@ -246,9 +240,6 @@ def test_expand_into_columns(as_tuple: bool, add_inputs: bool, x_dtype: torch.dt
     assert torch.equal(y[[3, 7]], before[[3, 7]])
     assert torch.equal(y[:, :3], before[:, :3])
     assert torch.equal(y[:, 15:], before[:, 15:])
-
-
-# ---- add_lora_embedding and add_lora_logits
 
 
 @pytest.mark.parametrize(("add_inputs", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])

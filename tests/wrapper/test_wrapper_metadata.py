@@ -25,12 +25,6 @@ def metadata(wrapper: PunicaWrapperBase) -> list:
     return [tensor.tolist() for tensor in read] + segments + state
 
 
-# ---- interface
-
-
-# ---- construction
-
-
 @pytest.mark.parametrize(
     ("arguments", "keywords", "error", "message"),
     [
@@ -45,9 +39,6 @@ def metadata(wrapper: PunicaWrapperBase) -> list:
 def test_bad_construction(arguments, keywords, error, message) -> None:
     with pytest.raises(error, match=message):
         PunicaWrapperCPU(*arguments, **keywords)
-
-
-# ---- metadata of a step
 
 
 def test_nothing_works_before_the_first_update() -> None:
@@ -114,9 +105,6 @@ def test_a_failed_update_keeps_the_previous_step(arguments, error, message, prev
     y = torch.zeros(4, 5)
     wrapper.add_lora_linear(y, torch.ones(4, 2), (torch.ones(3, 1, 2),), (torch.ones(3, 5, 1),), 1.0, (5,))
     assert y.tolist() == [[2.0] * 5, [2.0] * 5, [0.0] * 5, [2.0] * 5]
-
-
-# ---- choice of backend
 
 
 def test_backend_follows_the_device_unless_it_is_named() -> None:

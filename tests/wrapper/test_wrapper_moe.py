@@ -129,7 +129,6 @@ def keywords(world: World) -> dict[str, Any]:
 
 
 def worlds(name: str, device: Any) -> tuple[World, World]:
-    """Of the two products, with one routing."""
     case = LAYERS[name]
     up = World(case, device)
     down = World(case.but(slices=1, down=True, hidden=case.width, width=case.hidden), device)
