@@ -342,8 +342,7 @@ class Engine(Generation):
         self, layout: StepLayout, tokens: StepTokens, statistics: StepStatistics, failed: list[RequestState]
     ) -> StepOutput:
         """Append the tokens to their requests, retire those that end, and return the output of the step."""
-        requests = layout.requests
-        pairs = zip(requests, tokens.token_ids, strict=True)
+        pairs = zip(layout.requests, tokens.token_ids, strict=True)
         served = {request: token for request, token in pairs if request.status is RequestStatus.RUNNING}  # not idle
         if layout.partial is not None:
             served.pop(layout.partial, None)
@@ -352,17 +351,18 @@ class Engine(Generation):
                 del served[request]
                 failed += self._overlap.fail_for_nan(request, layout)
         for row, logprobs in tokens.logprobs.items():
-            if requests[row] in served:
-                requests[row].logprobs.append(logprobs)
-        new_tokens, finished, earlier = {}, [], {}
+            if (request := layout.requests[row]) in served:
+                request.logprobs.append(logprobs)
+        earlier: dict[str, list[int]] = {}
+        new_tokens, finished = {}, []
         for request, token in served.items():
             try:
                 request.append(token)
                 if request in tokens.further:
-                    earlier[request.request_id], token = request.accept(tokens.further[request])
+                    request.accept(tokens.further[request], earlier.setdefault(request.request_id, []))
             except Exception as error:  # any exception of a tokenizer
                 failed += self._overlap.fail(request, f"{type(error).__name__}: {error}")
-            new_tokens[request.request_id] = token
+            new_tokens[request.request_id] = request.output_token_ids[-1]
             if request.status is RequestStatus.FINISHED:
                 finished.append(request)
         output = StepOutput(new_tokens, (), statistics, earlier=earlier)

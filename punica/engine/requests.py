@@ -102,7 +102,7 @@ class StepOutput:
     finished: tuple[GenerationResult, ...]
     statistics: StepStatistics
     failed: tuple[GenerationResult, ...] = ()
-    earlier: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
+    earlier: Mapping[str, Sequence[int]] = field(default_factory=dict, kw_only=True)
 
 
 def result_of(state: RequestState, codec: TextCodec | None) -> GenerationResult:

@@ -43,7 +43,7 @@ def verified(layout: StepLayout, best: Sequence[int], logprobs: dict[int, Logpro
     chosen: dict[int, Logprobs] = {}
     accepted: dict[RequestState, list[tuple[int, Logprobs | None]]] = {}
     first: list[int] = []
-    at = 0
+    at = drafted = 0
     for place, request in enumerate(layout.requests):
         drafts = layout.drafts.get(request, ())
         first.append(best[at])
@@ -56,7 +56,6 @@ def verified(layout: StepLayout, best: Sequence[int], logprobs: dict[int, Logpro
             further.append((best[row + 1], logprobs.get(row + 1)))
         if further:
             accepted[request] = further
-        at += 1 + len(drafts)
-    drafted = sum(map(len, layout.drafts.values()))
+        at, drafted = at + 1 + len(drafts), drafted + len(drafts)
     counts = {"num_drafted_tokens": drafted, "num_accepted_tokens": sum(map(len, accepted.values()))}
     return StepTokens(first, chosen, accepted, counts)

@@ -46,6 +46,7 @@ class TrainableLinear(nn.Module):
         self.register_buffer("lora_ranks", torch.zeros(1, slots, dtype=torch.int32, device=weight.device), False)
         self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
         self.scalings: dict[int, float] = {}
+        self._in_slots: dict[tuple[int, int], Tensor] = {}  # by dimension of the rank and slot
 
     def add_adapter(self, slot: int, rank: int, scaling: float = 1.0) -> tuple[nn.Parameter, nn.Parameter]:
         """Begin an adapter as PEFT does and return A and B; ``scaling``: ``lora_alpha / rank``. One that was there
@@ -58,9 +59,8 @@ class TrainableLinear(nn.Module):
             raise ValueError(f"rank is {rank}, above max_rank={width} of this layer; build it with a larger max_rank")
         name = str(slot)
         for factors, held, dim in self._sides():
-            if name in factors:
-                factors[name].data = factors[name].data.clone()
-            factors[name] = nn.Parameter(held.data[slot].narrow(dim, 0, rank).zero_())
+            self._free(dim, slot)
+            factors[name] = self._in_slots[dim, slot] = nn.Parameter(held.data[slot].narrow(dim, 0, rank).zero_())
         self.scalings[slot], self.lora_ranks[0, slot] = float(scaling), rank
         nn.init.kaiming_uniform_(self.lora_a[name], a=5**0.5)
         return self.lora_a[name], self.lora_b[name]
@@ -83,7 +83,8 @@ class TrainableLinear(nn.Module):
         scales: list[Any] = list({self.scalings[slot] for slot in present} or {1.0})
         if len(scales) > 1:
             table = [self.scalings.get(slot, 0.0) for slot in range(len(self.slots_a))]
-            scales = [torch.tensor(table, device=x.device)[batch.tensors[0][: rows.shape[0]]]]
+            wide = torch.promote_types(self.slots_a.dtype, torch.float32)
+            scales = [torch.tensor(table, dtype=wide, device=x.device)[batch.tensors[0][: rows.shape[0]]]]
         weights = LoRAWeights.of((self.slots_a,), (self.slots_b.mT,), self.lora_ranks)
         y = lora_linear(self.punica_wrapper.ops, rows, weights, batch, scales[0], base, views)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -92,7 +93,18 @@ class TrainableLinear(nn.Module):
         """Return the parameters in use. What was moved, copied or loaded apart from its slot is put back there."""
         views, start, step = [factors[str(slot)] for slot in present], held.data_ptr(), held[:1].nbytes
         for slot, parameter in zip(present, views, strict=True):
+            if self._in_slots.get((dim, slot)) is not parameter:
+                if not isinstance(parameter, nn.Parameter):
+                    raise TypeError(f"a factor of slot {slot} is a {type(parameter).__name__}; give an nn.Parameter")
+                self._free(dim, slot)
+                self._in_slots[dim, slot] = parameter
             if parameter.data_ptr() != start + slot * step:
                 place = held.data[slot].narrow(dim, 0, parameter.shape[dim])
                 parameter.data = place.copy_(parameter.data)
         return views
+
+    def _free(self, dim: int, slot: int) -> None:
+        """Have the parameter in a slot keep its values elsewhere; a `backward` still to come, for those, raises."""
+        if (before := self._in_slots.pop((dim, slot), None)) is not None:
+            before.data = before.data.clone()
+            torch.autograd.graph.increment_version(before)

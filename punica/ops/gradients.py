@@ -75,26 +75,31 @@ class _LoRALinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        ops, weights, batch, _, base, rows, slots = ctx.call
-        (x, low, *tensors), (a, b) = ctx.saved_tensors, (weights.a, weights.b)
-        if not rows.equals(batch.rows):
-            raise RuntimeError("another step began between forward and backward; give each step a LoRABatch of its own")
-        half, (of_x, _, *wanted) = len(tensors) // 2, ctx.needs_input_grad
-        of_a, of_b = any(wanted[:half]), any(wanted[half:])
-        g, dx, da, db = dy.to(a.form.stored.dtype), None, [None] * half, [None] * half
-        if of_b:
-            db = _of_views(ops.gradient(b, low, g, batch), slots, 1, tensors[half:])
-        if of_x or of_a:
-            dl = torch.empty_like(low)
-            for i, part in enumerate(g.split_with_sizes(list(b.form.stored.widths), 1)):
-                _shrink(dl[i : i + 1], part, b.transposed(i), ctx.call)
-        if of_a:
-            da = _of_views(ops.gradient(a, dl, x.to(a.form.stored.dtype), batch), slots, 0, tensors)
-        if of_x:
-            dx = dy @ base[0] if base else torch.zeros_like(x, memory_format=torch.contiguous_format)
-            for i in range(len(a.tensors)):
-                ops.expand(dx, dl[i : i + 1], a.transposed(i), batch)
-        return dx, None, *da, *db
+        with torch.autocast(dy.device.type, enabled=False):
+            return _backward(ctx, dy)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    ops, weights, batch, _, base, rows, slots = ctx.call
+    (x, low, *tensors), (a, b) = ctx.saved_tensors, (weights.a, weights.b)
+    if not rows.equals(batch.rows):
+        raise RuntimeError("another step began between forward and backward; give each step a LoRABatch of its own")
+    half, (of_x, _, *wanted) = len(tensors) // 2, ctx.needs_input_grad
+    of_a, of_b = any(wanted[:half]), any(wanted[half:])
+    g, dx, da, db = dy.to(a.form.stored.dtype), None, [None] * half, [None] * half
+    if of_b:
+        db = _of_views(ops.gradient(b, low, g, batch), slots, 1, tensors[half:])
+    if of_x or of_a:
+        dl = torch.empty_like(low)
+        for i, part in enumerate(g.split_with_sizes(list(b.form.stored.widths), 1)):
+            _shrink(dl[i : i + 1], part, b.transposed(i), ctx.call)
+    if of_a:
+        da = _of_views(ops.gradient(a, dl, x.to(a.form.stored.dtype), batch), slots, 0, tensors)
+    if of_x:
+        dx = dy @ base[0] if base else torch.zeros_like(x, memory_format=torch.contiguous_format)
+        for i in range(len(a.tensors)):
+            ops.expand(dx, dl[i : i + 1], a.transposed(i), batch)
+    return dx, None, *da, *db
 
 
 def _shrink(low: Tensor, x: Tensor, a: Stack, call: tuple) -> None:

@@ -240,19 +240,18 @@ class RequestState:
         if ends or self.is_complete:
             self.status, self.finish_reason = RequestStatus.FINISHED, "stop" if ends else "length"
 
-    def accept(self, further: Iterable[tuple[int, dict[int, float] | None]]) -> tuple[tuple[int, ...], int]:
+    def accept(self, further: Iterable[tuple[int, dict[int, float] | None]], earlier: list[int]) -> None:
         """Append the tokens after the one that was appended last, with their log-probabilities, until it ends.
 
-        Returns that one and those appended: the tokens before the last, and the last.
+        ``earlier`` gets the tokens before each of these.
         """
-        before = len(self.output_token_ids) - 1
         for token_id, logprobs in further:
             if self.has_ended:
                 break
+            earlier.append(self.output_token_ids[-1])
             if logprobs is not None:
                 self.logprobs.append(logprobs)
             self.append(token_id)
-        return tuple(self.output_token_ids[before:-1]), self.output_token_ids[-1]
 
     def fail(self, error: str) -> None:
         self.status, self.finish_reason, self.error = RequestStatus.FAILED, "failed", error

@@ -176,6 +176,16 @@ def test_a_stop_among_accepted_tokens_ends_the_output(world) -> None:
     assert chunks == [tokens[:1], tokens[1 : stop + 1]]
 
 
+def test_a_tokenizer_that_raises_at_an_accepted_token(world, monkeypatch) -> None:
+    tokens, engine = world.generate_merged(STEM, 1, 8), world.engine(speculate=7, tokenizer=byte_tokenizer())
+    engine.scheduler.draft = lambda request, most: tokens[request.num_generated :][:most]
+    state = world.ask(engine, "a", STEM, 1, SamplingParams(8, stop=("zzz",), ignore_eos=True))
+    engine.step()
+    monkeypatch.setattr(state.text, "append", lambda _: {1: 1, 2: 2, 3: 3, 4: 4}[state.num_generated])
+    output = engine.step()
+    assert [*output.earlier["a"], output.tokens["a"]] == output.failed[0].token_ids[1:] == tokens[1:5]
+
+
 def test_who_gets_drafts(world) -> None:
     """None whose tokens are drawn or adjusted; others do beside the rows of prompts."""
     engine, asked, steps = world.engine("chunked", speculate=2, prefill_chunk=4), set(), []

@@ -77,3 +77,29 @@ def test_refuses_rows_without_adapter_and_updates_before_backward():
         layer.add_adapter(1, 9)
     with pytest.raises(ValueError, match="rows use slot 0, which has no adapter"):
         TrainableLinear(nn.Linear(10, 6), layer.punica_wrapper, 4, 8)(x)
+
+
+def test_a_parameter_that_leaves_its_slot_keeps_its_values_and_no_gradient_is_of_others():
+    layer, x = made(), torch.randn(8, 10)
+    others = {name: nn.Parameter(2 * value) for name, value in layer.named_parameters() if value.requires_grad}
+    for leave in (lambda: torch.func.functional_call(layer, others, (x,)), lambda: layer.add_adapter(0, 2)):
+        held, values, y = layer.lora_a["0"], layer.lora_a["0"].clone(), layer(x)
+        leave()
+        assert torch.equal(held, values)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    with pytest.raises(TypeError, match=r"give an nn\.Parameter"):
+        torch.func.functional_call(layer, {"lora_a.0": torch.ones(2, 10)}, (x,))
+
+
+def test_float64_and_autocast_round_nothing():
+    layer, x = made().double(), torch.randn(8, 10, dtype=torch.float64)
+    for y, row, slot in zip(layer(x), x, SLOTS, strict=True):
+        rank, alpha = ADAPTERS.get(slot, (1, 0.0))
+        a, b = (factors[str(max(slot, 0))] for factors in (layer.lora_a, layer.lora_b))
+        torch.testing.assert_close(y, layer.base_layer(row) + alpha / rank * (b @ (a @ row)), rtol=1e-13, atol=1e-13)
+    layer, x, found = made(), torch.randn(8, 10, requires_grad=True), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(layer(x).square().sum(), [x, layer.lora_a["0"], layer.lora_b["0"]]))
+    torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
