@@ -44,7 +44,7 @@ def faults(folder: Path, source_hash: SourceHash | None = None) -> Iterator[str]
 
 
 if __name__ == "__main__":
-    if not sys.argv[1:]:
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
         raise SystemExit("name the folders to check: python -m experiments.commands.rows results/GPU")
     with source_hashes() as hashes:
         raise SystemExit("\n".join(one for folder in sys.argv[1:] for one in faults(Path(folder), hashes)) or None)

@@ -86,7 +86,8 @@ def trace(options: Options) -> None:
     """Write the trace and its description."""
     found = list(clients(options.servegen / "data" / options.pool, options.start))
     if not found:
-        raise ConfigError(f"data/{options.pool} of servegen={options.servegen} has no client that sends at start=")
+        where = f"data/{options.pool} of servegen={options.servegen} has no client that sends"
+        raise ConfigError(f"{where} at start={options.start}: choose a checkout of ServeGen, another pool or start")
     end, draws = 4 * options.requests / sum(rate for _, rate, *_ in found), np.random.default_rng(options.seed)
     asked = sorted(one for client in found for one in drawn(client, end, draws))[: options.requests]
     lines = [f"{at:.4f},{name},{prompt},{output}" for at, name, prompt, output in asked]

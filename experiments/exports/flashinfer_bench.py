@@ -95,6 +95,6 @@ def write(root: Path, dense: dict[str, int] = DENSE, moe: dict[str, int] = MOE) 
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         raise SystemExit("name the folder to write: python -m experiments.exports.flashinfer_bench FOLDER")
     write(Path(sys.argv[1]))

@@ -256,7 +256,7 @@ def keys_of(model: type[Settings]) -> dict[str, Any]:
             found[name] = keys_of(kind)
         else:
             value = "???" if field.is_required() else field.default
-            found[name] = value.value if isinstance(value, Enum) else value
+            found[name] = value.value if isinstance(value, Enum) else str(value) if isinstance(value, Path) else value
     return found
 
 

@@ -201,7 +201,8 @@ def refuse_impossible(rows: Iterable[Row]) -> None:
     for row in rows:
         if row.kind == "measured" and row.statistic != "count" and is_duration(row.metric) and not 0 < row.value < inf:
             what = f"{row.metric}={row.value} {row.unit} of {row.system or row.panel}, figure {row.figure}"
-            raise ImpossibleRow(f"{what}: a measured duration must be above 0 and finite; leave out the row of what was not run")
+            rule = "a measured duration must be above 0 and finite; leave out the row of what was not run"
+            raise ImpossibleRow(f"{what}: {rule}")
 
 
 class RowFile:

@@ -24,9 +24,10 @@ def test_recorded_rows_have_no_faults():
 
 @pytest.mark.parametrize(
     ("wrong", "fault"),
-    [({}, ""), ({"hardware": "cpu"}, "hardware cpu is not gpu"), ({"torch": ""}, "torch is not given"), ({"scale": "smoke"}, "smoke"),
-     ({"calib_copy_us": None}, "calib_copy_us"), ({"commit": "a-dirty"}, "uncommitted"), ({"value": 0.0}, "above 0"),
-     ({"value": float("inf")}, "finite"), ({"commit": "--help"}, "is no hash"), ({"commit": "../a"}, "is no hash"),
+    [({}, ""), ({"hardware": "cpu"}, "hardware cpu is not gpu"), ({"torch": ""}, "torch is not given"),
+     ({"scale": "smoke"}, "smoke"), ({"calib_copy_us": None}, "calib_copy_us"), ({"commit": "a-dirty"}, "uncommitted"),
+     ({"value": 0.0}, "above 0"), ({"value": float("inf")}, "finite"), ({"commit": "--help"}, "is no hash"),
+     ({"commit": "../a"}, "is no hash"),
      ({"source_hash": "x"}, "gives s")], ids=str,
 )  # fmt: skip
 def test_faults_are_named(wrong, fault, tmp_path):
