@@ -350,14 +350,12 @@ class Engine(Generation):
             for request in [request for request, token in served.items() if token == NO_TOKEN]:
                 del served[request]
                 failed += self._overlap.fail_for_nan(request, layout)
-        for row, logprobs in tokens.logprobs.items():
-            if (request := layout.requests[row]) in served:
-                request.logprobs.append(logprobs)
+        chosen = {layout.requests[row]: logprobs for row, logprobs in tokens.logprobs.items()}
         earlier: dict[str, list[int]] = {}
         new_tokens, finished = {}, []
         for request, token in served.items():
             try:
-                request.append(token)
+                request.append(token, chosen.get(request) if chosen else None)
                 if request in tokens.further:
                     request.accept(tokens.further[request], earlier.setdefault(request.request_id, []))
             except Exception as error:  # any exception of a tokenizer

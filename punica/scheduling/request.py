@@ -227,8 +227,10 @@ class RequestState:
             for token_id in generated:
                 self.text.append(token_id)
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: int, logprobs: dict[int, float] | None = None) -> None:
         """Append the next generated token, and finish the request if it is the last one."""
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         self.output_token_ids.append(token_id)
         self.last_token_s = time.perf_counter()
         if self.first_token_s is None:
@@ -249,9 +251,7 @@ class RequestState:
             if self.has_ended:
                 break
             earlier.append(self.output_token_ids[-1])
-            if logprobs is not None:
-                self.logprobs.append(logprobs)
-            self.append(token_id)
+            self.append(token_id, logprobs)
 
     def fail(self, error: str) -> None:
         self.status, self.finish_reason, self.error = RequestStatus.FAILED, "failed", error

@@ -121,14 +121,14 @@ class Scheduler:
         try:
             if self.waiting:
                 self._admit(num_rows, pinned, prefills, pieces, left)
-        except BaseException:  # e.g. an interrupt while a hook reads or hashes an adapter
+            drafts = {}
+            if self.most_drafts:
+                of_prompts = [pieces.get(request, (0, request.num_tokens)) for request in prefills]
+                num_rows = len(self.running) - len(prefills) + sum(end - first for first, end in of_prompts)
+                drafts = self._drafts(decoding, self.max_tokens - num_rows)
+        except BaseException:  # e.g. an interrupt while a hook reads or hashes an adapter, or drafts
             self.take_back(prefills, pieces)
             raise
-        drafts = {}
-        if self.most_drafts:
-            of_prompts = [pieces.get(request, (0, request.num_tokens)) for request in prefills]
-            others = len(self.running) - len(prefills)
-            drafts = self._drafts(decoding, self.max_tokens - others - sum(end - first for first, end in of_prompts))
         return StepPlan(tuple(prefills), decoding, idle, tuple(preempted), pieces, drafts)
 
     def most_drafts_of(self, request: RequestState) -> int:

@@ -186,6 +186,19 @@ def test_a_tokenizer_that_raises_at_an_accepted_token(world, monkeypatch) -> Non
     assert [*output.earlier["a"], output.tokens["a"]] == output.failed[0].token_ids[1:] == tokens[1:5]
 
 
+def test_drafts_that_raise_lose_no_prompt(world, monkeypatch) -> None:
+    engine = world.engine(speculate=3)
+    states = [world.ask(engine, f"{i}", STEM, i, 8) for i in range(2)]
+    engine.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.scheduler, "draft", lambda *_: {}["a draft"])
+        with pytest.raises(KeyError):
+            engine.step()
+    assert states[1].status is RequestStatus.WAITING
+    finish(engine)
+    assert [state.output_token_ids for state in states] == [world.generate_merged(STEM, i, 8) for i in range(2)]
+
+
 def test_who_gets_drafts(world) -> None:
     """None whose tokens are drawn or adjusted; others do beside the rows of prompts."""
     engine, asked, steps = world.engine("chunked", speculate=2, prefill_chunk=4), set(), []

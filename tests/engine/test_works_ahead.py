@@ -146,7 +146,8 @@ def test_a_step_that_fails_loses_no_request_that_joins_or_ends_with_it(backbone,
     """Step 4 is the last of `a`, in whose place `c` joins the next one; its tokens are lost, or the launch of that."""
     engine = backbone.engine(max_batch_size=2)
     lengths = {"a": 4, "b": 9, "c": 3, "d": 2}
-    states = [backbone.ask(engine, name, [5, ord(name)], ord(name) % 3, new) for name, new in lengths.items()]
+    asked = {name: SamplingParams(new, logprobs=0) for name, new in lengths.items()}
+    states = [backbone.ask(engine, name, [5, ord(name)], ord(name) % 3, params) for name, params in asked.items()]
     steps(engine, 3)
 
     def interrupt(*given):
@@ -154,11 +155,11 @@ def test_a_step_that_fails_loses_no_request_that_joins_or_ends_with_it(backbone,
 
     append, calls = RequestState.append, [None] * (fails_in == "append")
 
-    def append_once(request, token):
+    def append_once(request, *given):
         calls.append(None)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        append(request, token)
+        append(request, *given)
 
     with monkeypatch.context() as patched:
         if fails_in == "read":
@@ -175,6 +176,7 @@ def test_a_step_that_fails_loses_no_request_that_joins_or_ends_with_it(backbone,
     assert waiting == ["a", "c", "d"][fails_in == "second append" :]
     assert finish(engine).keys() == lengths.keys()
     assert are_served(backbone, *states)
+    assert [[*map(next, map(iter, state.logprobs))] for state in states] == [state.output_token_ids for state in states]
 
 
 def test_a_step_that_is_forgotten_queues_its_prompts_again(backbone, begun) -> None:
