@@ -273,7 +273,8 @@ class Dispatcher:
         if request.adapter is not None and not known.has_lora:
             raise ValueError(f"request {name} names an adapter, but the runners' engines have no LoRA layers")
         if request.adapter is not None and not isinstance(request.adapter, LoRARequest):
-            raise TypeError(f"adapter must be a LoRARequest or None, got {type(request.adapter).__name__}")
+            kind = type(request.adapter).__name__
+            raise TypeError(f"adapter must be a LoRARequest or None, got {kind}; runners serve no mixtures")
 
     def _rank(self, adapter: LoRARequest) -> int:
         """Return the rank in the adapter's folder, 0 where it cannot be read from here; for rules that use ranks."""

@@ -25,6 +25,7 @@ READERS = 4
 """Threads that read folders, and most adapters that are read ahead of the turn of their request, in host memory beside
 those that are registered.
 """
+_MIXED = "mixtures take plain LoRA of linear layers and head, in 16 or 32 bits and not fully sharded"
 _MOST_READ_AHEAD = 64  # waiting requests whose adapters are looked for
 
 
@@ -111,13 +112,16 @@ class AdapterResidency:
     def check(self, adapter: object) -> None:
         """Refuse an adapter by its type and slot; :meth:`check_folder` checks its id and folder.
 
-        TypeError: not a LoRARequest. ValueError: a mixture needs more slots than there are, or names an id twice.
+        TypeError: not a LoRARequest. ValueError: a mixture that no layer takes, needs more slots than there are, or
+        names an id twice.
         RuntimeError: slots that it needs are pinned for other adapters, so it could wait for ever.
         """
         parts, slots = adapter.adapters if isinstance(adapter, Mixture) else (adapter,), self.manager.lora_slots
         for one in parts:
             if not isinstance(one, LoRARequest):
                 raise TypeError(f"adapter must be a LoRARequest or None, got {type(one).__name__} {clip(one)}")
+        if isinstance(adapter, Mixture) and not any(layer.mixes for layer in self.manager.modules.values()):
+            raise ValueError(f"this engine serves no mixtures: {_MIXED}")
         names, ids = ", ".join(repr(one.lora_name) for one in parts), sorted({one.lora_int_id for one in parts})
         if not len(parts) == len(ids) <= slots:
             raise ValueError(
@@ -202,8 +206,7 @@ class AdapterResidency:
             lora = part.weights.lora
             if bad := [name for name in lora.loras if not self.manager.modules[name].mixes or lora.invocation]:
                 raise ValueError(
-                    f"adapter {clip(part.adapter.lora_name)} cannot be mixed, for its weights of {clip(bad)}; mixtures "
-                    "take plain LoRA of linear layers and head, in 16 or 32 bits and not fully sharded"
+                    f"adapter {clip(part.adapter.lora_name)} cannot be mixed, for its weights of {clip(bad)}; {_MIXED}"
                 )
         if not isinstance(request.adapter, LoRARequest):
             return  # the plain backbone

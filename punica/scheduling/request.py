@@ -36,8 +36,8 @@ class Mixture(NamedTuple):
         if not 1 <= len(adapters) == len(weights) <= MOST_MIXED:
             counts = f"{len(adapters)} adapters by {len(weights)} weights"
             raise ValueError(f"{name} mixes {counts}; give 1 to {MOST_MIXED}, each with its weight")
-        named = zip(adapters, weights, strict=True)
-        weights = tuple(check_number(f"the weight of {clip(one)} in {name}", weight) for one, weight in named)
+        named = zip((clip(getattr(one, "lora_name", one)) for one in adapters), weights, strict=True)  # no folders
+        weights = tuple(check_number(f"the weight of {one} in {name}", weight) for one, weight in named)
         if max(map(abs, weights)) > _MOST_WEIGHT:
             raise ValueError(f"{name} has weights {weights}; they must be at most {_MOST_WEIGHT}, as they are float32")
         return cls(tuple(adapters), weights)

@@ -177,7 +177,7 @@ def test_mixtures_made_by_hand_are_checked_and_taken_as_dicts_are(backbone, numb
     assert one.token_ids == two.token_ids == engine.generate([PROMPT], mixture, 3)[0].token_ids != three.token_ids
 
 
-def test_a_mixture_without_slots_beside_the_pinned_ones_is_refused_on_arrival(backbone) -> None:
+def test_a_mixture_without_slots_or_layers_that_take_it_is_refused_on_arrival(backbone) -> None:
     engine = backbone.engine(max_loras=3)
     for number in (2, 3):
         engine.manager.add_adapter(backbone.adapters[number])
@@ -186,6 +186,10 @@ def test_a_mixture_without_slots_beside_the_pinned_ones_is_refused_on_arrival(ba
     with pytest.raises(RuntimeError, match=r"'adapter-1', 'adapter-4' \(id 1, 4\): 2 of 3 slots are pinned.*\[2, 3\]"):
         engine.add_request(Request("a", PROMPT, 3, ask | {backbone.adapters[4]: 0.5}))
     assert not engine._residency._users
+    config = engine.config.lora_config(16, max_loras=3, fp8=torch.float8_e4m3fn)
+    narrow = Engine(backbone.model(), config, engine.config)
+    with pytest.raises(ValueError, match="serves no mixtures"):
+        narrow.add_request(Request("a", PROMPT, 3, ask))
     assert engine.generate([PROMPT], ask | {backbone.adapters[2]: 0.5}, 2)[0].error is None
 
 

@@ -195,6 +195,9 @@ def test_a_mixture_is_served_until_its_adapters_are_unloaded(served_home: Any, a
     assert answer().json()["choices"][0]["text"] == mixed
     assert mixed not in (text(client, "tiny"), text(client, "poet"), text(client, "tenant-0"))
     assert answer(adapters={"poet": 1}).json()["choices"][0]["text"] == text(client, "poet")
+    infinite = '{"model": "tiny", "prompt": "a", "adapters": {"poet": 1e400}}'  # of which Python's reader makes inf
+    refused = client.post("/v1/completions", content=infinite, headers={"Content-Type": "application/json"})
+    assert (refused.status_code, "weight of 'poet'" in refused.text, str(home) in refused.text) == (400, True, False)
     for given in ({}, {"poet": "much"}, {"poet": True}, {"poet": 1e39}, {"tiny": 1}, {"nobody": 1}):
         refused = answer(adapters=given)
         assert (refused.status_code, "error" in refused.json()) == (404 if "nobody" in given else 400, True)
