@@ -57,7 +57,7 @@ def parser() -> ArgumentParser:
     add = made.add_argument
     several: dict[str, Any] = {"action": "append", "default": []}
     add("checkpoint", nargs="?", help="folder that transformers wrote")
-    add("--demo", action="store_true", help="a tiny model of random weights with three adapters, as checkpoint")
+    add("--demo", action="store_true", help="in place of a checkpoint: a tiny one of random weights, three adapters")
     add("--version", action="version", version=f"punica {__version__}")
     add("--adapter", type=pair, **several, metavar="NAME=FOLDER", help="repeatable")
     add("--host", default="127.0.0.1")
@@ -207,7 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # else the folders would stay
         write_demo(options.checkpoint, options.adapter)
-        print(f"look at http://{options.host}:{sockets[0].getsockname()[1]}/#send", file=sys.stderr, flush=True)
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        print(f"look at http://{host}:{sockets[0].getsockname()[1]}/#send", file=sys.stderr, flush=True)
     from punica.serve.launch import serve
 
     serve(options, sockets)

@@ -102,6 +102,11 @@ class Connection(H11Protocol):
             self._watch.cancel()
 
 
+def _is_logged(record: logging.LogRecord) -> bool:
+    """Return False for the page's looks, several a second."""
+    return not (isinstance(record.args, tuple) and record.args[1:3] == ("GET", "/steps") and record.args[-1] == 200)
+
+
 class Server(uvicorn.Server):
     """Server of an application of `punica.serve.app`, for :meth:`run` with the sockets of `listen`."""
 
@@ -114,6 +119,7 @@ class Server(uvicorn.Server):
             app, http=http, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=math.ceil(grace_s) + _CUT_S,
             log_level=log_level,
         ))  # fmt: skip
+        logging.getLogger("uvicorn.access").addFilter(_is_logged)
         self._backend = app.state.backend
         self._drain_s, self._grace_s = drain_s, grace_s
         self._drains = False

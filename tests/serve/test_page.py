@@ -1,11 +1,13 @@
 """The page of the running batch: what its data shows to which key, and what a browser makes of it."""
 
+import logging
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ from punica.serve.access import Keys
 from punica.serve.watch import Watch
 from tests.serve.browser import CHROMIUM, Browser
 from tests.serve.test_router_metrics import HOSTILE
-from tests.serve.world import python, served, wait_until
+from tests.serve.world import get, python, served, wait_until
 
 
 def test_a_watched_step_has_the_rows_and_segments_of_its_layout(world: Any) -> None:
@@ -95,6 +97,19 @@ def test_a_key_sees_all_rows_and_the_names_that_it_opens(world: Any) -> None:
             assert (shown["slots"], shown["names"], shown["model"], shown["demo"]) == ([1, 2, 3], names, model, False)
             assert set(re.findall("tenant-.", str(shown))) == set(names.values())
         assert engine.on_step is not None
+
+
+def test_looks_of_the_page_are_not_in_the_log(world: Any) -> None:
+    log, text = logging.getLogger("uvicorn.access"), StringIO()
+    handler = logging.StreamHandler(text)
+    with served(world.app(1)[1]) as url:
+        log.addHandler(handler)
+        log.setLevel("INFO")
+        for path in ("/steps", "/version"):
+            assert get(url, path).status_code == 200
+    log.removeHandler(handler)
+    assert "/version" in text.getvalue()
+    assert "/steps" not in text.getvalue()
 
 
 @pytest.fixture
