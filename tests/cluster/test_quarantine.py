@@ -8,7 +8,7 @@ import pytest
 from punica.adapters import LoRARequest
 from punica.cluster import ClusterPolicy
 from punica.cluster.dispatcher import Dispatcher
-from punica.cluster.quarantine import MAX_SHARED_CRASHES, MAX_SOLO_CRASHES, PROBATION_TOKENS
+from punica.cluster.quarantine import MAX_SHARED_CRASHES, MAX_SOLO_CRASHES, PROBATION_TOKENS, CrashRecord
 from punica.engine import Request, RequestState, SamplingParams
 from tests.cluster.runner_world import LocalRunners, requests, run, undisturbed, write_adapters
 
@@ -103,6 +103,18 @@ def test_unrelated_deaths_fail_nobody(adapters, seed) -> None:
     assert deadly.failed == []
     assert deadly.most_quarantined == 1, "so that somebody was there twice"
     assert {state.request_id: state.output_token_ids for state in states} == undisturbed(asked)
+
+
+def test_the_second_quarantine_is_final() -> None:
+    record = CrashRecord()
+    for _ in range(MAX_SHARED_CRASHES):
+        assert not record.quarantined
+        record.add_crash(shared=True)
+    assert [record.add_token() for _ in range(PROBATION_TOKENS)] == [False] * (PROBATION_TOKENS - 1) + [True]
+    assert not record.quarantined
+    record.add_crash(shared=True)
+    assert not any(record.add_token() for _ in range(2 * PROBATION_TOKENS))
+    assert record.quarantined
 
 
 def two_gpus(names: str) -> ClusterPolicy:

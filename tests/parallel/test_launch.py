@@ -156,6 +156,7 @@ def describe(rank: int, tensor: torch.Tensor) -> dict:
     }
 
 
+@pytest.mark.slow
 def test_spawn_returns_results_in_rank_order(temporary_home: Path) -> None:
     tensor = torch.zeros(3)
     ranks = spawn_tensor_parallel(describe, 2, tensor, backend="gloo")

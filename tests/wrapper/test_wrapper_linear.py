@@ -63,8 +63,8 @@ def expected_linear(y, x, a, b, scale, slots, add_inputs=True, ranks=None):
     ("slots", "hidden", "rank", "widths", "dtype"),
     [
         (MIXED, 33, 1, [7], torch.float32),
-        (MIXED, 100, 20, [20, 16, 16], torch.bfloat16),
-        (sorted(MIXED), 40, 8, [9] * 8, torch.float16),
+        (MIXED, 33, 20, [20, 7, 7], torch.bfloat16),
+        (sorted(MIXED)[4:], 33, 8, [5] * 8, torch.float16),
         ([2], 2049, 24, [31, 5], torch.float32),
     ],
     ids=["rank 1", "q k v", "grouped, eight slices", "one token, odd hidden size"],
