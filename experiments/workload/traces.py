@@ -77,13 +77,15 @@ class Trace:
         """
         if self.rule in WORKLOADS.names():
             return popularity(self.rule).requests(len(self.requests))
-        places, by_client = zip(*(one.blocks for one in self.requests), strict=False), self.rule == "client"
+        places = zip(*(one.blocks for one in self.requests), strict=False)
         common = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, places))
-        keys = [one.client if by_client else one.session or one.blocks[common:][:1] for one in self.requests]
-        if self.rule not in ("client", "session") or not any(keys):
-            known = ", ".join(["client", "session", *WORKLOADS.names()])
-            raise ValueError(f"it has no {self.rule} to give adapters by: choose workload.adapter={known}")
-        own = [key or number for number, key in enumerate(keys)]
+        sessions = [one.session or one.blocks[common:][:1] for one in self.requests]
+        keys = {"client": [one.client for one in self.requests], "session": sessions}
+        known = [rule for rule, found in keys.items() if any(found)]
+        if self.rule not in known:
+            choices = ", ".join([*known, *WORKLOADS.names()])
+            raise ValueError(f"it has no {self.rule} to give adapters by: choose workload.adapter={choices}")
+        own = [key or number for number, key in enumerate(keys[self.rule])]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(own))}
         return np.array([numbers[key] for key in own])
 

@@ -48,7 +48,7 @@ def test_figure_11_serves_the_requests_of_the_file(tmp_path, azure):
 
 
 REFUSED = {
-    "workload.adapter=tenant": "no tenant .*client, session, Distinct",
+    "workload.adapter=tenant": "no tenant .*workload.adapter=client, Distinct",
     "workload.path=/absent.csv": r"workload.path=/absent.csv cannot be read: .*No such file",
     "workload.format=azure": "no column TIMESTAMP",
     "workload.format=parquet": "workload.format=parquet must be 'lora', 'azure'",
