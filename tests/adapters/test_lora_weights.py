@@ -53,8 +53,7 @@ def test_pack_keeps_slices_and_scales_members():
     expected_b = [q.lora_b * q.scaling, None, v.lora_b * v.scaling]
     packed = PackedLoRALayerWeights.pack([q, None, v], "m.qkv_proj")
     assert (packed.module_name, packed.rank, packed.is_packed) == ("m.qkv_proj", 4, True)
-    assert packed.lora_a[1] is None
-    assert packed.lora_b[1] is None
+    assert packed.lora_a[1] is packed.lora_b[1] is None
     assert packed.lora_a[2] is v.lora_a
     assert torch.equal(packed.lora_b[0], expected_b[0])
     assert torch.equal(packed.lora_b[2], expected_b[2])

@@ -77,7 +77,6 @@ def test_doubts(init, others, message):
         pytest.param({"lora_alpha": None, "target_modules": None}, ValueError, "alpha.*target_mod", id="two missing"),
         pytest.param({"target_modules": []}, ValueError, "target_modules", id="no targets"),
         pytest.param({"target_modules": 5}, TypeError, "target_modules must be a str or a list.*5", id="targets int"),
-        pytest.param({"target_parameters": {"a": 1}}, TypeError, "target_parameters must be", id="parameters dict"),
         pytest.param({"use_rslora": "false"}, TypeError, "use_rslora must be a bool.*'false'", id="rslora str"),
         pytest.param({"r": 0}, ValueError, "r is 0", id="rank 0"),
         pytest.param({"r": True}, TypeError, "r must be an int.*True", id="rank bool"),

@@ -36,10 +36,7 @@ def factory(max_batch_size: int = 4, num_blocks: int | None = 64, **fields) -> p
 def requests(
     adapters: dict[int, LoRARequest], count: int, seed: int = 0, longest: int = 24, seeded: bool = False
 ) -> list[Request]:
-    """Build greedy and sampled requests, with several adapters or none.
-
-    Unless ``seeded``, some have no seed of their own: their tokens depend on how many requests came before.
-    """
+    """Build greedy and sampled requests; unless ``seeded``, tokens of some depend on the number of requests before."""
     random = np.random.Generator(np.random.PCG64(seed))
     made = []
     for i in range(count):

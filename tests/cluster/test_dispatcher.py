@@ -21,11 +21,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LoRARequest]
 
 
 class Disturbed:
-    """Random events around local runners: steps that end in any order, crashes in the middle of a step, restarts,
-    aborts.
-
-    Records tokens as a streaming client would.
-    """
+    """Random events around local runners: steps that end in any order, crashes inside of a step, restarts."""
 
     def __init__(self, seed: int, **engine) -> None:
         self.random, self.engine = random.Random(seed), engine

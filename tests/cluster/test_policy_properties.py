@@ -1,7 +1,4 @@
-"""Random events in any order: limits hold, the queue is fair, and every request is served once.
-
-The world here keeps its own books, request by request, and never reads the counters of the policy.
-"""
+"""Random events, recounted in books of the test's own: limits hold, the queue is fair, each request is served once."""
 
 import copy
 import random

@@ -51,11 +51,7 @@ def pair(two_runners: RayCluster) -> RayCluster:
 def serve(
     cluster: RayCluster, asked: list[Request], at_token: int = 0, then=None, lost: list[LostRunner] | None = None
 ) -> tuple[dict, Counter]:
-    """Serve requests; return their tokens, and how often each ended.
-
-    ``then()`` is called after ``at_token`` tokens. Other requests of the cluster are ignored. Lost runners are added to
-    ``lost``.
-    """
+    """Serve requests, with ``then()`` called after ``at_token`` tokens; return tokens, and how often each ended."""
     tokens, ended, seen = {request.request_id: [] for request in asked}, Counter(), 0
     for request in asked:
         cluster.add_request(request)

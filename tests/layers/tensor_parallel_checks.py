@@ -43,9 +43,7 @@ NAMES = [
 
 
 def check(rank: int, device_type: str, dtype_name: str, fp8: str | None = None) -> dict[str, str]:
-    """Run every check on this rank of the current group, with slots in FP8 if given; name -> what was wrong ("" for
-    nothing).
-    """
+    """Run every check on this rank of the current group; name -> what was wrong ("" for nothing)."""
     COMMON["fp8"] = fp8
     device = device_type
     if device_type == "cuda":

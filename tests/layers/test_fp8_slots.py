@@ -84,9 +84,7 @@ def test_set_lora_takes_tensors_and_fp8(kind):
 
 
 def test_fp8_in_slots_of_16_bits_and_groups_of_packed_fp8():
-    """An adapter in FP8 is served by a 16-bit configuration as what it stands for. One B over several slices: its
-    scales are split as it is.
-    """
+    """Slots of 16 bits hold what FP8 stands for. One B over several slices: its scales are split as it is."""
     a, b = random_pair(4, IN, 24)
     whole = Fp8Matrix.of(b, E4M3)
     layer, plain = (

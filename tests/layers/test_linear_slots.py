@@ -86,15 +86,6 @@ def test_second_adapter_leaves_no_trace_of_the_first():
     assert bool((held(layer, 3)[1][:, :2] == 7).all())
 
 
-def test_ranks_belong_to_slices():
-    layer = merged()
-    layer.set_lora(2, [torch.ones(3, 6), torch.ones(8, 6)], [torch.ones(8, 3), torch.ones(4, 8)])
-    assert layer.lora_ranks.tolist() == [[0, 0, 3, 0], [0, 0, 8, 0]]
-    layer.set_lora(2, [None, torch.ones(5, 6)], [None, torch.ones(4, 5)])
-    assert layer.lora_ranks.tolist() == [[0, 0, 0, 0], [0, 0, 5, 0]]
-    assert not any(bool(part.any()) for part in held(layer, 2))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_transposed_source_of_another_dtype(dtype):
     layer = column()

@@ -21,9 +21,7 @@ def victims_of(
     arrived: Callable[[], object] = lambda: None,
 ) -> list[tuple[object, ...]]:  # fmt: skip
     """Serve wishes with one request of each adapter ``beside`` them; return tokens and log-probabilities, bit for bit.
-
-    A neighbour leaves after its first token, whether it finishes or fails, so that batches have the same sizes.
-    ``arrived`` is called once before the first step.
+    Neighbours leave after one token, finished or failed: equal batches. ``arrived`` is called before the first step.
     """
     requests = [world.request(f"victim-{number}", wish, logprobs=5) for number, wish in enumerate(wishes)]
     states = [engine.add_request(request) for request in requests]
