@@ -231,9 +231,9 @@ def no_token_error(state: RequestState) -> str:
     if adapter is None:
         cause = "it runs without an adapter: look for NaN in the model's weights, or serve them in a wider dtype"
     else:
-        name = clip(getattr(adapter, "lora_name", None))
+        name, ids = clip(getattr(adapter, "lora_name", None)), ", ".join(map(str, sorted(state.adapter_ids)))
         cause = (
-            f"the likely cause is its adapter {name} (id {state.adapter_id}), whose weights or scaling take products "
+            f"the likely cause is its adapter {name} (id {ids}), whose weights or scaling take products "
             "out of the range of the model's dtype; train it with smaller ones, or serve it in a wider dtype"
         )
     return f"ValueError: the logits of request {clip(state.request_id)} hold NaN at token {state.num_tokens}: {cause}"
