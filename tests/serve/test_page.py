@@ -137,6 +137,7 @@ def test_a_hostile_name_is_text_and_others_are_letters(world: Any, browser: Brow
         browser.call("Page.navigate", url=url)
         wait_until(lambda: "missing or unknown API key" in text_of(browser, "error"), 60)
         assert browser.run('$("keys").hidden') is False
+        assert (text_of(browser, "running"), browser.run('$("rows").checkVisibility()')) == ("?", False)
         browser.run('$("key").value = "server"; document.forms[0].requestSubmit()')
         wait_until(lambda: browser.run("view.names?.[1]") == HOSTILE, 60)
         body = 'prompt: "a", ignore_eos: true, max_tokens: 250'
