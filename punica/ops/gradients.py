@@ -50,6 +50,8 @@ def lora_linear(
     slots = [slot for slot in batch.rows.present[0].tolist() if slot >= 0]
     if slots and slots[-1] >= a.slots:
         raise ValueError(f"the step uses slot {slots[-1]}; the weights have slots 0 to {a.slots - 1}")
+    if views is not None and (missing := sorted({*slots} - views.keys())):
+        raise ValueError(f"the step uses slot {missing[0]}, of which views have no A and B; give all it uses")
     call = ops, weights, batch, scale, base, batch.rows, None if views is None else slots
     if views is None:
         return _LoRALinear.apply(x, call, *weights.a.tensors, *weights.b.tensors)

@@ -27,11 +27,11 @@ def leaves() -> list[Tensor]:
     return [one.requires_grad_() for one in (x, *factors)]
 
 
-def linear(x: Tensor, *factors: Tensor, scale: float | Tensor = 1.0, base: tuple = (BASE,), batch=None) -> Tensor:
+def linear(x: Tensor, *factors: Tensor, scale: float | Tensor = 1.0, base=(BASE,), batch=None, **more) -> Tensor:
     if batch is None:
         batch = LoRABatch(8, COUNT)
         batch.fill(RowGroups.of_rows(np.array(SLOTS)))
-    return lora_linear(TorchOps(), x, LoRAWeights.of(factors[:2], factors[2:], RANKS), batch, scale, base)
+    return lora_linear(TorchOps(), x, LoRAWeights.of(factors[:2], factors[2:], RANKS), batch, scale, base, **more)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -66,6 +66,7 @@ def test_refuses_what_would_give_no_or_another_gradient():
     for error, message, options in [
         (RuntimeError, "base weight requires a gradient", {"base": (BASE.clone().requires_grad_(),)}),
         (ValueError, r"base weight has shape \(9, 5\), expected \(9, 6\)", {"base": (BASE[:, 1:],)}),
+        (ValueError, "uses slot 0, of which views have no A and B", {"views": {2: (given[1][2, 0], given[3][2, 0])}}),
         (ValueError, "uses slot 5; the weights have slots 0 to 3", {"batch": LoRABatch.of_slots(torch.tensor([5]))}),
     ]:
         with pytest.raises(error, match=message):
