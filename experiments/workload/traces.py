@@ -80,7 +80,7 @@ class Trace:
         places = zip(*(one.blocks for one in self.requests), strict=False)
         common = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, places))
         sessions = [one.session or one.blocks[common:][:1] for one in self.requests]
-        keys = {"client": [one.client for one in self.requests], "session": sessions}
+        keys: dict[str, list[Any]] = {"client": [one.client for one in self.requests], "session": sessions}
         known = [rule for rule, found in keys.items() if any(found)]
         if self.rule not in known:
             choices = ", ".join([*known, *WORKLOADS.names()])
