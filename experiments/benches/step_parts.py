@@ -30,12 +30,12 @@ SMALL, HEAD, COPIES, REST, GAPS = "small_kernels", "head_and_sampling", "copies"
 SCHEDULE, METADATA = "schedule", "metadata"
 
 KERNELS: tuple[tuple[str, str], ...] = (
-    (SHRINK, r"_lora_shrink"),
-    (EXPAND, r"_lora_expand"),
+    (SHRINK, r"_(lora|mix)_shrink"),
+    (EXPAND, r"_(lora|mix)_expand"),
     (ATTENTION, r"_(decode|prompt)_attention|_combine_kernel|flash|fmha|sdpa"),
     (SMALL, r"rms_norm|_rotary_angles|_rotate_and_store|swiglu"),
     (HEAD, r"argmax"),
-    (BASE, r"gemm|gemv|nvjet|cutlass|splitk|cublas"),
+    (BASE, r"gemm|gemv|dequantise|nvjet|cutlass|splitk|cublas"),
     (COPIES, r"^mem(cpy|set)"),
 )
 """Part -> what the names of its kernels contain, whatever the case; the first that fits counts. The products of the

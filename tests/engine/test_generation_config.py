@@ -165,10 +165,14 @@ def test_blocks_that_fit_beside_slots_and_graphs(backbone, monkeypatch) -> None:
 def test_what_graphs_may_take_on_a_gpu() -> None:
     def reserve(device: str, **fields) -> float:
         weight = SimpleNamespace(device=torch.device(device), element_size=lambda: 2)
-        model = SimpleNamespace(lm_head=SimpleNamespace(weight=weight), config=LlamaConfig())
+        model = SimpleNamespace(lm_head=SimpleNamespace(weight=weight), config=LlamaConfig(), parameters=lambda: fp8)
         return sizes.graph_reserve(model, EngineConfig(max_model_len=2048, **fields)) / 2**20
+
+    fp8: list[torch.Tensor] = []
 
     assert reserve("cpu") == reserve("cuda", cuda_graphs=False) == 0
     rows, graphs = 2304 + 32, 7 * 7 + 25 * 10
     assert reserve("cuda") == pytest.approx(2 * rows * (4 * 4096 + 3 * 11008) / 2**20 + 2 * graphs + 4, rel=0.01)
-    assert 500 < reserve("cuda") < 1000
+    assert 500 < (plain := reserve("cuda")) < 1000
+    fp8 += [torch.empty(n, dtype=torch.float8_e4m3fn, device="meta") for n in (1 << 20, 1 << 22)]
+    assert reserve("cuda") == plain + 8, "the largest weight in 16 bits"

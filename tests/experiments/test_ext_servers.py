@@ -252,9 +252,9 @@ def test_every_adapter_folder_has_weights_of_its_own_and_our_engine_tells_them_a
 
 
 def test_our_products_in_vllm_need_both_in_one_environment(tmp_path, monkeypatch):
-    ours = stub(tmp_path / "stub").parent / "site/punica-9.9.dist-info"
+    ours = stub(tmp_path / "stub").parent / "site/punica_lora-9.9.dist-info"
     ours.mkdir()
-    (ours / "METADATA").write_text("Name: punica\nVersion: 9.9\n")
+    (ours / "METADATA").write_text("Name: punica-lora\nVersion: 9.9\n")
     (ours / "entry_points.txt").write_text("[vllm.general_plugins]\npunica = punica.vllm:register\n")
     monkeypatch.chdir(tmp_path)  # an editable install is found in the repository
     assert versions(SYSTEMS["vllm_punica"], tmp_path / "stub/python").endswith(", punica 9.9")
