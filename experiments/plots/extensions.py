@@ -96,7 +96,8 @@ def draw_price_of_lora(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             _fill(axis, _by(mine, metric), mine[mine["metric"] == metric], log=metric == "step_latency")
         for name, line in _by(mine, FLOOR).items():
             label = "bytes / bandwidth of a copy" if name == "no adapter" else "_"
-            axes[0].plot(line.index, line, label=label, **style.FLOOR | {"color": style.look(name).colour})
+            look = style.FLOOR | {"color": style.look(name).colour, "marker": "_" if len(line) == 1 else ""}
+            axes[0].plot(line.index, line, label=label, **look)
 
     labels = "step (ms)", "added by\nLoRA (ms)", "LoRA's share\nof a step (%)"
     return _drawn(rows, "The price of LoRA on cheaper bases", column, labels, x_label="requests")
