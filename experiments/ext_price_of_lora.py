@@ -61,7 +61,7 @@ class PriceOfLora(Experiment):
         samples: dict[str, list[float]] = {system: [] for system in (NONE, *(point.system for point in points))}
         for _ in turns(len(samples), IN_A_ROW, protocol(cfg)):
             for system, own in samples.items():
-                bench.settle(StepShape(batch, context, 0, _adapters(system, batch)))
+                bench.settle(StepShape(batch, context, 0, adapters_of_rows(system, batch)))
                 own += [1e3 * bench.step().seconds for _ in range(IN_A_ROW)]
         found = []
         for point in points:
@@ -82,13 +82,15 @@ class PriceOfLora(Experiment):
         def checked() -> EngineSteps:
             form: Any = {"fp8_weights": weights, "fp8_slots": slots, "fp8_kv_cache": cache}
             bench = EngineSteps.of_llama(cfg.model, rank, most, context, cfg.hardware.device, **form)
-            check_adapters_matter(bench, [StepShape(most, context, 0, _adapters(name, most)) for name in (NONE, EACH)])
+            shapes = [StepShape(most, context, 0, adapters_of_rows(name, most)) for name in (NONE, EACH)]
+            check_adapters_matter(bench, shapes)
             return bench
 
         return self.kept((cfg.model.name, point.panel, slots, rank, most, context), checked)
 
 
-def _adapters(system: str, batch: int) -> tuple[int, ...]:
+def adapters_of_rows(system: str, batch: int) -> tuple[int, ...]:
+    """Return the adapter of each row of a step; 0: none."""
     return {NONE: (0,) * batch, ONE: (1,) * batch}.get(system, tuple(range(1, batch + 1)))
 
 
@@ -100,7 +102,7 @@ def bytes_moved(model: ModelConf, point: Point) -> int:
     others = (model.vocab_size + 2 * layers + 1) * model.hidden_size  # head and norms
     linear = model.backbone_parameters() - model.vocab_size * model.hidden_size - others
     base = wide * others + (linear + 4 * rows if fp8_weights else wide * linear)
-    each, adapters = model.lora_parameters(rank), len({*_adapters(point.system, batch)} - {0})
+    each, adapters = model.lora_parameters(rank), len({*adapters_of_rows(point.system, batch)} - {0})
     each = each + 4 * (rows + 7 * layers * rank) if point.system == FP8_EACH else wide * each
     return base + batch * context * model.kv_elements() * (1 if fp8_cache else wide) + each * adapters
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, cast
 
+from experiments.ext_price_of_lora import EACH, NONE, ONE, adapters_of_rows
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import model_settings
@@ -23,8 +24,7 @@ from experiments.harness.schema import Count, Counts
 
 MOST = 7
 SYSTEMS = {f"{count} draft{'s' * (count != 1)}": count for count in range(MOST + 1)}
-ADAPTERS = {"no adapter": lambda batch: (0,) * batch, "one adapter": lambda batch: (1,) * batch,
-            "one each": lambda batch: tuple(range(1, batch + 1))}  # fmt: skip
+ADAPTERS = NONE, ONE, EACH
 
 
 class SpeculationConf(FigureConf):
@@ -60,7 +60,7 @@ class Speculation(Experiment):
 
         bench, first = self._bench(cfg), points[0]
         batch = cast(int, first.batch_size)
-        shape = StepShape(batch, cast(int, first.seq_len), 0, ADAPTERS[first.panel](batch))
+        shape = StepShape(batch, cast(int, first.seq_len), 0, adapters_of_rows(first.panel, batch))
         samples: dict[str, list[float]] = {system: [] for system in ("0 drafts", *(point.system for point in points))}
         for _ in turns(len(samples), IN_A_ROW, protocol(cfg)):
             for system, own in samples.items():
@@ -85,7 +85,7 @@ class Speculation(Experiment):
             vocab = bench.engine.vocab_size
             given = lambda request, count: [(5 * request.num_tokens + 3 * place) % vocab for place in range(count)]  # noqa: E731
             bench.engine.scheduler.draft = given
-            shapes = [StepShape(most, context, 0, ADAPTERS[panel](most)) for panel in ("no adapter", "one each")]
+            shapes = [StepShape(most, context, 0, adapters_of_rows(panel, most)) for panel in (NONE, EACH)]
             check_adapters_matter(bench, shapes)
             return bench
 

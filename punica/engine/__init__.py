@@ -27,5 +27,6 @@ from punica.scheduling import (
     RequestState,
     RequestStatus,
     SamplingParams,
+    adapters_of,
     as_sampling_params,
 )

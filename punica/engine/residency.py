@@ -18,7 +18,7 @@ from punica.adapters import LoadedAdapter, LoRAModel, LoRAModelManager, LoRARequ
 from punica.adapters.request import check_same_source
 from punica.checks import clip
 from punica.parallel import get_tensor_model_parallel_world_size
-from punica.scheduling import Mixture, PrefixKey, RequestState
+from punica.scheduling import Mixture, PrefixKey, RequestState, adapters_of
 from punica.threads import compute_alone
 
 READERS = 4
@@ -116,7 +116,7 @@ class AdapterResidency:
         names an id twice.
         RuntimeError: slots that it needs are pinned for other adapters, so it could wait for ever.
         """
-        parts, slots = adapter.adapters if isinstance(adapter, Mixture) else (adapter,), self.manager.lora_slots
+        parts, slots = adapters_of(adapter), self.manager.lora_slots
         for one in parts:
             if not isinstance(one, LoRARequest):
                 raise TypeError(f"adapter must be a LoRARequest or None, got {type(one).__name__} {clip(one)}")

@@ -45,11 +45,7 @@ PLAIN_TENSORS: set[type[Tensor]] = {Tensor}
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x [..., in]``, ``weight [out, in]``, ``bias [out]`` or None to ``[..., out]``; any device, any dtype."""
     if x.is_cuda and is_skinny(x, weight, bias):
-        from punica.ops.triton_ops.backbone import skinny_gemm  # importing punica must not need Triton
-
-        out = x.new_empty(x.shape[0], weight.shape[0])
-        skinny_gemm(out, x, weight, bias)
-        return out
+        return _few_rows(x, weight, bias)
     if x.is_cpu and x.dtype == weight.dtype == torch.float32 and x.dim() > 1 and x.numel():
         rows = x.shape[0] if x.dim() == 2 else x.numel() // x.shape[-1]
         wanted = onednn_for.several if rows > 1 else onednn_for.one
@@ -67,17 +63,21 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = N
     float32. `skinny_gemm` multiplies sums by scales; elsewhere the weight is dequantised and rounded to ``x``'s dtype.
     """
     if x.is_cuda and is_skinny(x, weight, bias):
-        from punica.ops.triton_ops.backbone import skinny_gemm
-
-        out = x.new_empty(x.shape[0], weight.shape[0])
-        skinny_gemm(out, x, weight, bias, scale)
-        return out
+        return _few_rows(x, weight, bias, scale)
     if weight.numel() <= MOST_DEQUANTISED:
         return linear(x, dequantised(weight, scale, x.dtype), bias)
     rows = max(1, MOST_DEQUANTISED // weight.shape[1])
     parts = [slice(first, first + rows) for first in range(0, weight.shape[0], rows)]
     tiles = ((dequantised(weight[part], scale[part], x.dtype), bias if bias is None else bias[part]) for part in parts)
     return torch.cat([linear(x, *tile) for tile in tiles], -1)
+
+
+def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
+    from punica.ops.triton_ops.backbone import skinny_gemm  # importing punica must not need Triton
+
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    skinny_gemm(out, x, weight, bias, scale)
+    return out
 
 
 def dequantised(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,6 @@ from punica.scheduling.admission import ADMISSION_RULES, AdmissionRule
 from punica.scheduling.block_manager import BlockManager
 from punica.scheduling.layout import ADAPTER_INDEX_RULES, Span, StepLayout, lay_out
 from punica.scheduling.prefix_cache import PrefixCache, PrefixKey
-from punica.scheduling.request import FinishReason, Mixture, Request, RequestState, RequestStatus
+from punica.scheduling.request import FinishReason, Mixture, Request, RequestState, RequestStatus, adapters_of
 from punica.scheduling.sampling_params import SamplingParams, as_sampling_params
 from punica.scheduling.scheduler import Scheduler, StepPlan

@@ -47,6 +47,11 @@ class Mixture(NamedTuple):
         return " + ".join(f"{weight:g} {one.lora_name}" for one, weight in zip(*self, strict=True))
 
 
+def adapters_of(adapter: Any) -> tuple[Any, ...]:
+    """Return the adapters of a request: none, one, or those of its mixture."""
+    return adapter.adapters if isinstance(adapter, Mixture) else () if adapter is None else (adapter,)
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """A prompt to continue with one adapter; immutable, so that several engines can share it.
@@ -174,8 +179,13 @@ class RequestState:
         return key
 
     @property
+    def parts(self) -> "tuple[RequestState, ...]":
+        """The states that hold weights: those of its mixture, else itself."""
+        return self.mixed or (self,)
+
+    @property
     def adapter_ids(self) -> set[int]:
-        return {part.adapter_id for part in self.mixed or (self,)}
+        return {part.adapter_id for part in self.parts}
 
     @property
     def token_ids(self) -> list[int]:

@@ -205,7 +205,7 @@ class Scheduler:
         in_use = _slots_of(request.weights_key for request in (*self.running, *self.leaving))
         wanted = {
             one.adapter_id if one.weights is None and one.adapter_id not in in_use else one.weights_key
-            for one in candidate.mixed or (candidate,)
+            for one in candidate.parts
         }
         adapters = in_use | (wanted - {0})
         return self.max_adapters is None or len(adapters.union(pinned)) <= self.max_adapters
@@ -236,7 +236,7 @@ class Scheduler:
         if self.max_adapters is None:
             return []
         by_worth = sorted(self.running, key=lambda request: request.status is RequestStatus.FINISHED)
-        in_use = dict.fromkeys(one.weights_key for request in by_worth for one in request.mixed or (request,))
+        in_use = dict.fromkeys(one.weights_key for request in by_worth for one in request.parts)
         unpinned = [key for key in in_use if key not in {0, *pinned}]
         leaving = set(unpinned[max(0, self.max_adapters - len(set(pinned))) :])
         preempted: list[RequestState] = []

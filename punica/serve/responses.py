@@ -15,14 +15,13 @@ from starlette.types import Receive, Scope, Send
 from punica.adapters import LoRARequest
 from punica.adapters.request import LOAD_ERROR
 from punica.checks import clip
-from punica.engine import Mixture, Request, as_sampling_params
+from punica.engine import Mixture, Request, adapters_of, as_sampling_params
 from punica.engine.text import TextCodec, ending_at, growing_text
 from punica.serve.backend import Backend, Call
 from punica.serve.errors import RETRY_AFTER, ApiError, refused
 from punica.serve.forms import ChatForm, ChoiceStrings, CompletionForm, TextEvents, TokenStrings, event, usage
 from punica.serve.protocol import AnyBody, ChatBody, params_of, room_for
 from punica.serve.stepper import Piece
-from punica.serve.watch import parts_of
 
 Adapter = LoRARequest | Mixture | None
 _log = logging.getLogger(__name__)
@@ -216,7 +215,8 @@ def _reason(piece: Piece, adapter: Adapter) -> str | None:
 def _told(error: object, adapter: Adapter) -> str:
     """Return an error's text for a client, to whom the place of the adapter's folder is not told."""
     text = str(error)
-    if not any(LOAD_ERROR in text or (one.tensors is None and one.absolute_path in text) for one in parts_of(adapter)):
+    adapters = adapters_of(adapter)
+    if not any(LOAD_ERROR in text or (one.tensors is None and one.absolute_path in text) for one in adapters):
         return text
     _log.warning("an adapter cannot be served: %s", text)
     name = clip(getattr(adapter, "lora_name", None))

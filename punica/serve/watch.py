@@ -8,12 +8,7 @@ import zlib
 from collections import deque
 from typing import Any
 
-from punica.engine import Engine, Mixture, StepOutput
-
-
-def parts_of(adapter: Any) -> list[Any]:
-    """Return the adapters of a request: none, one, or those of its mixture."""
-    return [*adapter.adapters] if isinstance(adapter, Mixture) else [] if adapter is None else [adapter]
+from punica.engine import Engine, StepOutput, adapters_of
 
 
 class Watch:
@@ -32,7 +27,7 @@ class Watch:
         view: dict[str, Any] = {"num_running": len(running), "num_waiting": len(waiting)}
         view |= {"num_blocks": blocks.num_blocks, "num_free": blocks.num_free, "block_size": blocks.block_size}
         if manager is not None:
-            parts = [[one for request in part for one in parts_of(request.adapter)] for part in (running, waiting)]
+            parts = [[one for request in part for one in adapters_of(request.adapter)] for part in (running, waiting)]
             active = manager.active_versions()
             in_slots, known = {one.slot: one.lora.id for one in active}, [*parts[0], *(one.request for one in active)]
             view["slots"] = [in_slots.get(slot, 0) for slot in range(manager.lora_slots)]
@@ -62,9 +57,10 @@ class Watch:
             return
         self._num_steps += 1
         self._num_tokens += len(output.tokens) + sum(map(len, output.earlier.values()))
-        rows, in_slots = [], {-1: list[int]()}
+        rows, known, in_slots = [], list[Any](), {-1: list[int]()}
         for request, span, slot in zip(layout.requests, layout.spans, layout.sampled_slots, strict=True):
-            name, adapters = f"{zlib.crc32(request.request_id.encode()):08x}", parts_of(request.adapter)
+            name, adapters = f"{zlib.crc32(request.request_id.encode()):08x}", adapters_of(request.adapter)
+            known += adapters
             ids = [one.lora_int_id for one in adapters]
             in_slots.setdefault(slot, ids)
             first = span.kv_length - span.length
@@ -73,4 +69,4 @@ class Watch:
             rows.append((name, ids, *sizes, is_prompt, joins, request.finish_reason))
         segments = [(in_slots[slot], length, slot) for slot, length in layout.segments]
         step = {"number": self._num_steps, "rows": rows, "segments": segments}
-        self._steps.append((step, [one for request in layout.requests for one in parts_of(request.adapter)]))
+        self._steps.append((step, known))

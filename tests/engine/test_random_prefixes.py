@@ -68,16 +68,7 @@ def test_random_runs(backbone, plain: Engine, monkeypatch, seed: int) -> None:
             engine.abort_request(chance.choice(engine.scheduler.running).request_id)
         if chance.random() < 0.06:
             engine.forget_next()
-        if chance.random() < 0.1:
-            engine.manager.add_adapter(backbone.adapters[chance.choice((1, 2, 4, 5))])
-        with monkeypatch.context() as patched:
-            fails = chance.random() < 0.05
-            if fails:
-                patched.setattr("punica.engine.sampler.PendingCopy.tolist", lambda _: (_ for _ in ()).throw(KeyError))
-            try:
-                engine.step()
-            except KeyError:
-                assert fails
+        backbone.step_or_fail(engine, chance, monkeypatch)
         check_blocks(engine)
     ended = [state for state in states if state.status is not RequestStatus.ABORTED]
     assert {state.status for state in ended} == {RequestStatus.FINISHED}

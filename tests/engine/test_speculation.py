@@ -89,17 +89,8 @@ def test_random_runs_have_the_tokens_of_an_engine_without(world, plain: Engine, 
             engine.abort_request(chance.choice(running).request_id)
         if chance.random() < 0.05:
             engine.forget_next()
-        if chance.random() < 0.1:
-            engine.manager.add_adapter(world.adapters[chance.choice((1, 2, 4, 5))])
-        with monkeypatch.context() as patched:
-            fails = chance.random() < 0.05
-            if fails:
-                patched.setattr("punica.engine.sampler.PendingCopy.tolist", lambda _: (_ for _ in ()).throw(KeyError))
-            try:
-                output = engine.step()
-            except KeyError:
-                assert fails
-                continue
+        if (output := world.step_or_fail(engine, chance, monkeypatch)) is None:
+            continue
         for name, token in output.tokens.items():
             seen.setdefault(name, []).extend((*output.earlier.get(name, ()), token))
         done = output.statistics
