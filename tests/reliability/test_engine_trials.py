@@ -1,17 +1,12 @@
-"""Trials of an engine: load, lack of memory, and interrupts."""
+"""Trials of an engine: load and interrupts."""
 
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any
-from unittest.mock import patch
-
-import torch
 
 from punica.engine import Engine, GenerationResult
 from tests.reliability.trial import Trial, sized, use_of
@@ -91,64 +86,11 @@ def test_engine_soak(trial: Trial) -> None:
     trial.note_rates(rates, "token/s")
 
 
-def serve_turns(trial: Trial, step: Callable[[Engine], None]) -> None:
-    """Serve three requests at a time by steps that a fault may end; each gets the tokens of an undisturbed engine."""
-    world = make_world(trial, 6)
-    expected, engine = world.undisturbed(24), world.engine(slots=2)
-    for turn in range(trial.count):
-        wishes = trial.choose.choices(list(expected), k=3)
-        states = [engine.add_request(world.request(f"{turn}-{n}", wish)) for n, wish in enumerate(wishes)]
-        while not all(state.has_ended for state in states):
-            step(engine)
-        for wish, state in zip(wishes, states, strict=True):
-            result = engine.result_of(state)
-            trial.expect(result.error is None and is_right(result, expected[wish]), str(result))
-    while engine.has_unfinished():
-        engine.step()
-    expect_nothing_kept(trial, engine)
-
-
-@contextmanager
-def no_memory_left() -> Iterator[None]:
-    """Take all memory of the GPU that this process may have: a step replays what is captured, and allocates nothing."""
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    taken, size = [], 1 << 29
-    try:
-        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
-        while size >= 512:  # bytes of the smallest block of torch's allocator
-            try:
-                taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-            except torch.OutOfMemoryError:
-                size //= 2
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-@sized("faults", 5, 200, 2_000, seconds=20, tiny=2)
-def test_out_of_memory(trial: Trial) -> None:
-    """Lack of memory at the copy into a slot, at the model's start, or on a GPU anywhere; the next step continues."""
-
-    def step(engine: Engine) -> None:
-        if trial.choose.random() < 0.2:
-            places: list[Any] = [(engine.runner, "launch"), (engine.manager, "add_adapter"), None]
-            place = trial.choose.choice(places if trial.device != "cpu" else places[:2])
-            error = torch.OutOfMemoryError("none left")
-            try:
-                with patch.object(*place, side_effect=error) if place else no_memory_left():
-                    engine.step()
-            except torch.OutOfMemoryError:
-                trial.injected += 1
-        engine.step()
-
-    serve_turns(trial, step)
-    trial.expect(trial.injected > 0, "no step was ever without memory")
-
-
 @sized("faults", 5, 300, 5_000, seconds=25, tiny=3)
 def test_interrupted_steps(trial: Trial) -> None:
     """SIGINT at random moments of three in ten of an engine's steps; no request loses a token."""
+    world = make_world(trial, 6)
+    expected, engine = world.undisturbed(24), world.engine(slots=2)
     main, inside, longest = threading.main_thread().ident, False, 0.01
 
     def interrupt(_: int, frame: FrameType | None) -> None:
@@ -158,7 +100,7 @@ def test_interrupted_steps(trial: Trial) -> None:
             trial.injected += 1
             raise KeyboardInterrupt
 
-    def step(engine: Engine) -> None:
+    def step() -> None:
         nonlocal inside, longest
         timer = threading.Timer(trial.choose.random() * longest, signal.pthread_kill, (main, signal.SIGINT))
         if trial.choose.random() < 0.3:
@@ -173,6 +115,16 @@ def test_interrupted_steps(trial: Trial) -> None:
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
-        serve_turns(trial, step)
+        for turn in range(trial.count):
+            wishes = trial.choose.choices(list(expected), k=3)
+            states = [engine.add_request(world.request(f"{turn}-{n}", wish)) for n, wish in enumerate(wishes)]
+            while not all(state.has_ended for state in states):
+                step()
+            for wish, state in zip(wishes, states, strict=True):
+                result = engine.result_of(state)
+                trial.expect(result.error is None and is_right(result, expected[wish]), str(result))
     finally:
         signal.signal(signal.SIGINT, before)
+    while engine.has_unfinished():
+        engine.step()
+    expect_nothing_kept(trial, engine)

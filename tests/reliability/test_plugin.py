@@ -1,13 +1,11 @@
-"""The plugin: rows, losses and mistakes of trials; and trials of broken systems, which must lose."""
+"""The plugin: rows, losses and mistakes of trials."""
 
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments.measure.records import read_rows
-from tests.reliability import test_tenant_trials
 from tests.reliability.trial import Trial
 
 pytest_plugins = ["pytester"]
@@ -70,13 +68,6 @@ def test_rows_of_uncommitted_code_are_not_recorded(run: Any, monkeypatch: pytest
     file, result = run("--out", "results")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert not (file.parents[2] / "results").exists()
-
-
-def test_bits_that_depend_on_a_neighbour_are_a_loss(tmp_path: Path, monkeypatch: Any) -> None:
-    real, calls, trial = test_tenant_trials.victims_of, count(), Trial(1, 0, "cpu", tmp_path)
-    monkeypatch.setattr(test_tenant_trials, "victims_of", lambda *given: [(*one, next(calls)) for one in real(*given)])
-    test_tenant_trials.test_overflowing_neighbours(trial)
-    assert trial.lost == len(trial.notes) == test_tenant_trials.VICTIMS
 
 
 def test_drift_leaks_and_growth(tmp_path: Path) -> None:

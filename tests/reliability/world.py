@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from safetensors.torch import load_file, save_file
-
-from punica.adapters import LoRARequest, write_random_adapter
+from punica.adapters import LoRARequest
 from punica.engine import Engine, GenerationResult, Request, SamplingParams
 from tests.reliability.trial import Trial
 from tests.world import LAYERS, VOCAB, Backbone, byte_tokenizer, write_backbone
@@ -42,9 +40,9 @@ class World:
     def adapter(self, wish: Wish) -> LoRARequest | None:
         return None if wish.adapter < 0 else self.adapters[wish.adapter]
 
-    def request(self, name: str, wish: Wish, adapter: LoRARequest | None = None, **how: Any) -> Request:
+    def request(self, name: str, wish: Wish, adapter: LoRARequest | None = None) -> Request:
         """Build a greedy request that only its length ends; with ``adapter`` instead of the one that is wished."""
-        params = SamplingParams(wish.new, ignore_eos=True, **how)
+        params = SamplingParams(wish.new, ignore_eos=True)
         return Request(name, list(wish.prompt), params, adapter or self.adapter(wish))
 
     def wishes(self, count: int) -> list[Wish]:
@@ -62,15 +60,6 @@ class World:
         while engine.has_unfinished():
             engine.step()
         return {wish: engine.result_of(state) for wish, state in states.items()}
-
-    def written(self, name: str, number: int, seed: int, value: float | None = None) -> LoRARequest:
-        """Write one more adapter of the largest rank, for all layers; `value` fills its B matrices."""
-        config, folder = self.backbone.config, self.trial.folder / name
-        write_random_adapter(folder, config, MAX_RANK, seed, target_modules=LAYERS)
-        if value is not None:
-            file = folder / "adapter_model.safetensors"
-            save_file({key: one.fill_(value) if "lora_B" in key else one for key, one in load_file(file).items()}, file)
-        return LoRARequest(name, number, str(folder))
 
 
 def make_world(trial: Trial, count: int) -> World:
