@@ -1,16 +1,15 @@
 """Measurement of a grid: repeats spread in time, disturbed ones measured again, within a share of time.
 
 A point is measured once per pass; odd passes run backwards, which cancels a drift. Rows are on disk at once. A repeat
-is marked by the witnesses of `measure.disturbance` or by its siblings (`slow_repeats`), and measured again up to
-`scale.tries` times; only a quieter one replaces rows. What does not fit into the `budget` is left out and counted.
+that `measure.disturbance` marks is measured again up to `scale.tries` times; only a quieter one replaces rows. What
+does not fit into the `budget` is left out and counted.
 """
 
 import itertools
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tqdm import tqdm
@@ -20,7 +19,7 @@ from experiments.harness.experiment import CheckFailed, Experiment
 from experiments.harness.points import Point, Reading
 from experiments.harness.schema import Config
 from experiments.harness.settings import is_read, keys_read
-from experiments.measure.disturbance import Disturbance, Watch, slow_repeats
+from experiments.measure.disturbance import Disturbance, Watch
 from experiments.measure.records import ImpossibleRow, Row, RowFile
 
 Group = list[Point]
@@ -57,7 +56,6 @@ class Passes:
         self.experiment, self.rows, self.budget, self._clocks = experiment, rows, budget, clocks
         self.cfg = next(iter(clocks.values()))
         self._columns, self._digest, self._noise = columns, digest, noise
-        self._timed_calls = is_read("scale.min_repeats", keys_read(experiment))
         self._seen: dict[tuple[str, int], Group] = {}
         self._tries: Counter[tuple[str, int]] = Counter()
         self._wrong: set[str] = set()  # labels of points whose check failed
@@ -139,19 +137,11 @@ class Passes:
         return True
 
     def _keep(self, group: Group, readings: Sequence[Sequence[Reading]], found: Disturbance) -> None:
-        """Write the rows of `group`, then mark every repeat of it that they show to be slow."""
         self._write(group, readings, asdict(found))
-        digests = [self._digest(point) for point in group]
-        for digest in digests:
-            self._noise.pop((digest, group[0].repeat), None)
+        for point in group:
+            self._noise.pop((self._digest(point), point.repeat), None)
             if found.disturbed:
-                self._noise[digest, group[0].repeat] = found.other_cpu or 0.0
-        same = self._timed_calls  # else each repeat is another draw of requests, whose times differ by that
-        for repeat in slow_repeats(row for row in self.rows.rows if same and row.config_hash in digests):
-            marked = {(digest, repeat): math.inf for digest in digests}
-            self.rows.mark(marked)
-            self._noise.update((key, math.inf) for key in marked)
-            self._seen[_key(group), repeat] = [replace(point, repeat=repeat) for point in group]
+                self._noise[self._digest(point), point.repeat] = found.other_cpu or 0.0
 
     def _write(self, group: Group, readings: Sequence[Sequence[Reading]], columns: dict[str, Any]) -> None:
         pairs = [(point, one) for point, many in zip(group, readings, strict=True) for one in many]

@@ -5,7 +5,7 @@
   timed, too: they tell whether times of the host's clock can be compared (`experiments.harness.counted`);
 * **GPU**: clock of the multiprocessors and reasons to throttle, from ``nvidia-smi``.
 
-A `Watch` brackets one measurement; the caller decides whether to repeat. `slow_repeats` finds what no witness saw.
+A `Watch` brackets one measurement; the caller decides whether to repeat.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import math
 import os
 import resource
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -26,14 +25,11 @@ import numpy as np
 import psutil
 
 from experiments.measure.environment import gpu_query, l3_mib
-from experiments.measure.records import Row, is_duration
 
 OTHER_CPU_LIMIT = 0.05
 """Share of the CPU time of our cores that others may take; an idle Linux machine takes less than 0.01."""
 CALIBRATION_LIMIT = 1.5
 """Largest time of a calibration over that of the quiet machine (`Calibrator.quiet`)."""
-REPEAT_LIMIT = 1.5
-"""Largest ratio of a repeat's median to its siblings' (of two, the quicker one), either way."""
 SHORTEST_OTHER_S = 0.04
 """Less other work than this is rounding: the kernel counts in ticks of 10 ms, per core."""
 THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
@@ -199,19 +195,3 @@ def _gpu_state() -> tuple[float | None, bool]:
         return float(clock.split()[0]), bool(int(reasons, 16) & THROTTLED)
     except (IndexError, ValueError):
         return None, False
-
-
-def slow_repeats(rows: Iterable[Row]) -> set[int]:
-    """Repeats that are more than `REPEAT_LIMIT` times off their siblings' median, or of two the slower, in any
-    duration: 4.4 ms beside 0.2 ms was recorded on an idle machine.
-    """
-    found: defaultdict[tuple[object, ...], dict[int, float]] = defaultdict(dict)
-    for row in rows:
-        if row.statistic == "median" and is_duration(row.metric) and row.repeat is not None:
-            found[row.config_hash, row.metric, row.gpu, row.t_s][row.repeat] = row.value
-    slow = set()
-    for medians in found.values():
-        values = list(medians.values())
-        usual = float(np.median(values)) if len(values) > 2 else min(values)
-        slow |= {r for r, value in medians.items() if not usual / REPEAT_LIMIT <= value <= REPEAT_LIMIT * usual}
-    return slow

@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from glob import escape
 from inspect import formatannotation
 from math import inf
@@ -247,12 +247,6 @@ class RowFile:
             kept = [row for row in self.rows if row.point not in points]
             if len(kept) < len(self.rows):
                 self._write(kept)
-
-    def mark(self, measurements: Collection[tuple[str, int | None]]) -> None:
-        """Mark all rows of these (config hash, repeat) as disturbed, and write the file."""
-        with self.locked():
-            hit = [(row.config_hash, row.repeat) in measurements for row in self.rows]
-            self._write([replace(row, disturbed=True) if one else row for row, one in zip(self.rows, hit, strict=True)])
 
     def _write(self, rows: list[Row]) -> None:
         """Write the file, and remove what writers that were killed left beside it: the lock says that none writes."""

@@ -50,51 +50,17 @@ def test_a_disturbed_point_is_measured_again(tmp_path, machine, script, order, m
     assert (outcome.disturbed, len(rows_of(tmp_path))) == (len(marked), 6)
 
 
-class Spiky(Fake):
-    """Batch 2 takes the microseconds of `spikes`, in measuring order; others take 2."""
-
-    def __init__(self, *spikes):
-        super().__init__()
-        self.left = list(spikes)
+class Stopped(Fake):
+    """Batch 2 takes no time."""
 
     def measure(self, cfg, point):
-        super().measure(cfg, point)
-        return sampled("latency", [self.left.pop(0) if point.batch_size == 2 else 2.0] * 2, "us")
-
-
-@pytest.mark.parametrize("spikes", [(40.0, 2.0, 2.0, 2.1), (2.0, 2.0, 40.0, 2.1)], ids=["first", "last"])
-def test_a_repeat_twenty_times_slower_than_its_siblings_is_measured_again(tmp_path, spikes):
-    outcome = run(composed(tmp_path, *GRID), Spiky(*spikes))
-    assert sorted(row.value for row in rows_of(tmp_path) if row.batch_size == 2) == [2.0, 2.0, 2.1]
-    assert (outcome.measured, outcome.disturbed, any(row.disturbed for row in rows_of(tmp_path))) == (6, 0, False)
-
-
-def test_a_repeat_that_stays_slower_than_its_siblings_is_marked_and_the_next_run_measures_it(tmp_path):
-    spiky = Spiky(2.0, 40.0, 41.0, 2.0, 42.0)
-    outcome = run(composed(tmp_path, *GRID), spiky)
-    marked = [row for row in read_rows(outcome.rows_file) if row.disturbed]
-    assert {(row.batch_size, row.repeat) for row in marked} == {(2, 1)}
-    assert {row.statistic for row in marked} == {"median", "p10", "p90", "count"}
-    assert (outcome.disturbed, spiky.left) == (1, [])
-    outcome = run(composed(tmp_path, *GRID), Spiky(2.0))
-    assert (outcome.measured, outcome.disturbed, any(row.disturbed for row in rows_of(tmp_path))) == (1, 0, False)
-
-
-class Drawn(Spiky):
-    """Each repeat draws other requests: no protocol of timed calls."""
-
-    reads = ("workload", "adapters.ranks")
-
-
-def test_repeats_that_draw_other_requests_are_not_siblings(tmp_path):
-    outcome = run(composed(tmp_path, *GRID), Drawn(2.0, 40.0, 2.0))
-    assert (outcome.measured, outcome.disturbed) == (6, 0)
+        return [Reading("latency", point.batch_size % 2, "us")]
 
 
 def test_an_impossible_reading_fails_its_point_alone(tmp_path):
-    outcome = run(composed(tmp_path, *GRID), Spiky(0.0))
-    assert (outcome.measured, {row.batch_size for row in rows_of(tmp_path)}) == (3, {1})
-    assert "latency=0.0 us of SGMV, figure 8: a measured duration must be above 0" in outcome.failed[0]
+    outcome = run(composed(tmp_path, *GRID), Stopped())
+    assert (outcome.measured, {row.batch_size for row in rows_of(tmp_path, "value")}) == (3, {1})
+    assert "latency=0 us of SGMV, figure 8: a measured duration must be above 0" in outcome.failed[0]
 
 
 def test_readings_have_quantiles_and_none_of_what_is_not_finite():

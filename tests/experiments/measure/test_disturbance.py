@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,7 +14,6 @@ from experiments.measure.disturbance import (
     Watch,
     cpu_times,
     other_seconds,
-    slow_repeats,
 )
 
 AFTER, QUIET = CpuTimes(10.0, 70.0, 40.0), ((100.0, 1000.0), (120.0, 1100.0))
@@ -92,33 +90,6 @@ def test_what_is_slow_is_marked_by_what_was_usual(monkeypatch, times, runs, mark
     monkeypatch.setattr(disturbance, "calibrator", lambda _: calibrator)
     monkeypatch.setattr(disturbance, "cpu_times", lambda: None)
     assert [Watch("cpu").stop().disturbed for _ in range(runs)][-len(marks) :] == marks
-
-
-def repeats(*medians, metric="latency"):
-    return [SimpleNamespace(config_hash="a", metric=metric, gpu=None, t_s=None, repeat=repeat, statistic=statistic,
-                            value=value)
-            for repeat, median in enumerate(medians)
-            for statistic, value in (("median", median), ("p90", 9 * median), ("p10", 0.1))]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("rows", "slow"),
-    [
-        (repeats(4397.0, 275.0, 212.0), {0}),
-        (repeats(100.0, 151.0), {1}),
-        (repeats(100.0, 149.0), set()),
-        (repeats(160.0, 100.0, 155.0), {1}),
-        (repeats(100.0, 101.0, 60.0), {2}),
-        (repeats(1.0, 50.0, metric="added_latency"), set()),
-        (repeats(1.0, 50.0, metric="throughput"), set()),
-        (repeats(1.0, 50.0, metric="load_time"), {1}),
-        (repeats(7.0), set()),
-        ([], set()),
-    ],
-    ids=["recorded", "just", "not quite", "below two", "lucky", "differences", "a rate", "a load", "one", "none"],
-)
-def test_a_repeat_far_from_its_siblings_is_marked(rows, slow):
-    assert slow_repeats(rows) == slow
 
 
 BUSY = [sys.executable, "-c", "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"]

@@ -76,8 +76,6 @@ def test_rows_that_another_wrote_since_are_kept_by_every_change(tmp_path):
     ours.replace([replace(ROW, repeat=0)])
     other = replace(ROW, batch_size=1)
     theirs.replace([other])
-    ours.mark([(ROW.config_hash, 0)])
-    assert read_rows(ours.path) == [replace(ROW, repeat=0, disturbed=True), other]
     ours.drop({ROW.point})
     assert ours.rows == read_rows(ours.path) == [other]
 
