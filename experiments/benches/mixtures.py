@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ def lists_of(workload: str, rows: int, fan: int, pool: int) -> Lists:
 
 def expected(problem: Problem, lists: Lists) -> Tensor:
     parts = zip(*[part.unbind(1) for part in lists], strict=True)
-    scaled = [(slots, problem.x.float() * gates[:, None].to(problem.x.device)) for slots, gates in parts]
-    return cast(Tensor, sum(replace(problem, x=x, slots=slots).expected() for slots, x in scaled))
+    own = [gates[:, None].to(problem.x.device) * replace(problem, slots=slots).expected() for slots, gates in parts]
+    return torch.stack(own).sum(0)
 
 
 def mixture(problem: Problem, lists: Lists) -> Call:

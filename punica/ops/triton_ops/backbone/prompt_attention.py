@@ -111,19 +111,20 @@ def _add_block(state, q, heads, first, rows, end, SHAPE: tl.constexpr, CAUSAL: t
         keys = tl.load(k_ptrs, mask=mask_d[:, None], other=0.0)
         values = tl.load(v_ptrs, mask=mask_d[None, :], other=0.0)
     # q [BLOCK_M, BLOCK_D], keys [BLOCK_D, BLOCK_N], values [BLOCK_N, BLOCK_D]
-    scores = dot(q, keys, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * SHAPE.scale
+    scores = dot(q, keys, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
     if CAUSAL:
         scores = tl.where(tokens[None, :] <= rows[:, None], scores, float("-inf"))
-    return _weighted((acc, largest, total), q, scores, values)
+    return _weighted((acc, largest, total), q, scores, values, SHAPE)
 
 
 @triton.jit
-def _weighted(state, q, scores, values):
-    """Add values [BLOCK_N, BLOCK_D], weighted by scores [BLOCK_M, BLOCK_N], to the sums."""
+def _weighted(state, q, scores, values, SHAPE: tl.constexpr):
+    """Add values [BLOCK_N, BLOCK_D], weighted by scores [BLOCK_M, BLOCK_N] before their scale, to the sums."""
     acc, largest, total = state
-    raised = tl.maximum(largest, tl.max(scores, 1))  # finite: the first block has a key for every row
+    raised = tl.maximum(largest, tl.max(scores, 1) * SHAPE.scale)  # finite: the first block has a key for every row
     shrunk = tl.exp2(largest - raised)
-    weights = tl.exp2(scores - raised[:, None])
+    # fma is said, not left to the compiler: cached and own keys have the same bits
+    weights = tl.exp2(tl.fma(scores, SHAPE.scale, -raised[:, None]))
     total = total * shrunk + tl.sum(weights, 1)
     acc = dot(weights.to(q.dtype), values, acc * shrunk[:, None])
     return acc, raised, total
@@ -148,8 +149,8 @@ def _add_cached(state, q, cached, first, end, SHAPE: tl.constexpr):
     values = tl.load(v_ptr + at[:, None] + offs_d[None, :], mask=inside[:, None] & mask_d[None, :], other=0.0)
     if FORMAT > 0:
         keys, values = upcast(keys, FORMAT, q.dtype), upcast(values, FORMAT, q.dtype)
-    scores = dot(q, keys, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * SHAPE.scale
-    return _weighted(state, q, tl.where(inside[None, :], scores, float("-inf")), values)
+    scores = dot(q, keys, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+    return _weighted(state, q, tl.where(inside[None, :], scores, float("-inf")), values, SHAPE)
 
 
 @triton.jit(
