@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from punica.metadata import LoRABatch, RowGroups
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MODES: dict[str, dict[str, Any]] = {
@@ -65,26 +62,3 @@ def real_rows(x: Tensor, a_scale: Tensor | None, mode: dict[str, Any]) -> Tensor
     if scale.numel() == 1 or scale.ndim == 1 or scale.shape[1] == 1:
         return values * scale.reshape(-1, 1)
     return values * scale[:, torch.arange(x.shape[-1]) // mode["group_k"]]
-
-
-def product(rows: Tensor, weights: Tensor, slots: list[int], ranks: list[int] | None, rank_is_out: bool) -> Tensor:
-    """float64 ``[T, N]`` of real rows ``[T, K]``, 0 for rows at -1 and lanes beyond the rank."""
-    out = torch.zeros(len(slots), weights.shape[1], dtype=torch.float64)
-    for t, slot in enumerate(slots):
-        r = None if ranks is None else ranks[slot]
-        if slot >= 0 and rank_is_out:
-            out[t, :r] = weights[slot, :r] @ rows[t]
-        elif slot >= 0:
-            out[t] = weights[slot, :, :r] @ rows[t, :r]
-    return out
-
-
-def step(slots: list[int], device: str, slot_count: int = 3, rows: int = 64) -> LoRABatch:
-    batch = LoRABatch(rows, slot_count, device)
-    batch.fill(RowGroups.of_rows(np.array(slots)))
-    return batch
-
-
-def by_ranks(stored: torch.Tensor) -> torch.Tensor:
-    """The same with the last two dimensions swapped in memory."""
-    return stored.mT.contiguous().mT

@@ -1,9 +1,14 @@
-"""Random operands and an independent float64 computation for the tests of the operators."""
+"""Random operands, steps, and an independent float64 computation for the tests of the operators."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
+
+from punica.metadata import LoRABatch, RowGroups
 
 TOLERANCE = {torch.bfloat16: (1.6e-2, 1e-2), torch.float16: (4e-3, 2e-3), torch.float32: (1e-4, 1e-4)}
 
@@ -21,12 +26,36 @@ def random_slots(rows: int, num_slots: int, seed: int = 0) -> Tensor:
     return torch.randint(-1, num_slots, (rows,), generator=generator(seed))
 
 
-def products(x: Tensor, weights: Tensor, slots: Tensor, scaling: float = 1.0) -> Tensor:
-    """float64 ``[T, out]``: ``scaling * x[t] @ W[slots[t]]^T`` row by row, 0 for rows without adapter."""
+def step(slots: Sequence[int], device: str = "cpu", slot_count: int = 3, rows: int = 64) -> LoRABatch:
+    """A step whose rows use these slots."""
+    batch = LoRABatch(rows, slot_count, device)
+    batch.fill(RowGroups.of_rows(np.array(slots, np.int64)))
+    return batch
+
+
+def by_ranks(stored: Tensor) -> Tensor:
+    """The same with the last two dimensions swapped in memory."""
+    return stored.mT.contiguous().mT
+
+
+def products(
+    x: Tensor, weights: Tensor, slots: Sequence[int] | Tensor, scaling: float = 1.0, ranks: Sequence[int] | None = None,
+    of_b: bool = False,
+) -> Tensor:  # fmt: skip
+    """float64 ``[T, out]``: ``scaling * x[t] @ W[slots[t]]^T`` row by row, 0 for rows without adapter.
+
+    ``ranks``: true ranks of the slots, which bound the rows of A, or (``of_b``) the columns of B.
+    """
+    x, weights = x.cpu().double(), weights.cpu()
     out = torch.zeros(x.shape[0], weights.shape[-2], dtype=torch.float64)
-    for row, slot in enumerate(slots.tolist()):
+    for row, slot in enumerate(torch.as_tensor(slots).tolist()):
         if slot >= 0:
-            out[row] = scaling * (weights[slot].double().reshape(weights.shape[-2:]) @ x[row].double())
+            live = None if ranks is None else int(ranks[slot])
+            weight = weights[slot].double().reshape(weights.shape[-2:])
+            if of_b:
+                out[row] = scaling * (weight[:, :live] @ x[row, :live])
+            else:
+                out[row, :live] = scaling * (weight[:live] @ x[row])
     return out
 
 

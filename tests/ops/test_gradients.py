@@ -9,7 +9,7 @@ from punica.metadata import LoRABatch, RowGroups
 from punica.ops.gradients import lora_linear
 from punica.ops.torch_ops import TorchOps
 from punica.ops.weights import LoRAWeights
-from tests.ops.helpers import normal
+from tests.ops.helpers import normal, step
 
 SLOTS, K, WIDTHS, RANK, COUNT, F64 = (2, 0, -1, 2, 2, 0, -1), 6, (5, 4), 3, 4, torch.float64
 RANKS = torch.tensor([[3, 3, 1, 3], [2, 3, 0, 3]], dtype=torch.int32)
@@ -28,9 +28,7 @@ def leaves() -> list[Tensor]:
 
 
 def linear(x: Tensor, *factors: Tensor, scale: float | Tensor = 1.0, base=(BASE,), batch=None, **more) -> Tensor:
-    if batch is None:
-        batch = LoRABatch(8, COUNT)
-        batch.fill(RowGroups.of_rows(np.array(SLOTS)))
+    batch = batch or step(SLOTS, slot_count=COUNT, rows=8)
     return lora_linear(TorchOps(), x, LoRAWeights.of(factors[:2], factors[2:], RANKS), batch, scale, base, **more)
 
 

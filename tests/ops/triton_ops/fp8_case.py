@@ -4,7 +4,8 @@ import torch
 from triton_batches import assert_close, linear
 
 from punica.ops.scales import Scheme
-from tests.ops.fp8_batches import E4M3, MODES, Stack, by_ranks, product, step
+from tests.ops.fp8_batches import E4M3, MODES, Stack
+from tests.ops.helpers import by_ranks, products, step
 
 FP16 = torch.float16
 
@@ -31,7 +32,7 @@ class Case:
         self.x, self.before = (torch.randn(rows, size).to(dtype).to(device) for size in (k, sum(widths)))
         self.scheme, self.by_rows = Scheme(**MODES[mode]), by_rows
 
-    def run(self, y=None, batch=None, **options):
+    def run(self, y=None, batch=None, linear=linear, **options):
         """y after one call."""
         y = self.before.clone() if y is None else y
         batch = batch or step(self.slots, self.device, rows=len(self.slots))
@@ -49,8 +50,8 @@ class Case:
         """That y holds what so many calls add (in bfloat16 each rounds visibly); 0: what one leaves that overwrites."""
         deltas = []
         for a_real, b_real in self.real:
-            h = 0.5 * product(self.x.cpu().double(), a_real, self.slots, self.ranks, True)
-            deltas.append(product(h, b_real, self.slots, self.ranks, False))
+            h = products(self.x, a_real, self.slots, 0.5, self.ranks)
+            deltas.append(products(h, b_real, self.slots, 1.0, self.ranks, of_b=True))
         delta, bare = torch.cat(deltas, 1), torch.tensor(self.slots) < 0
         expected = calls * delta + self.before.cpu().double() if calls else delta
         assert_close(y[~bare], expected[~bare], self.dtype, calls if calls and self.dtype == torch.bfloat16 else 1)

@@ -20,7 +20,8 @@ from punica.ops.triton_ops.launch import INTERPRETED
 from punica.ops.triton_ops.schedules import Schedule
 from punica.ops.weights import forget_plans
 from punica.vllm.ops.dense import TensorBatch
-from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack, product, step
+from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack
+from tests.ops.helpers import products, step
 
 SLOTS = [0, 1, 0, -1, 2, 1, 0, 2]
 
@@ -150,32 +151,27 @@ def test_tiles_of_whole_blocks(calls, rank, device, use_schedules, reads_words):
     assert reads_words()
 
 
-def test_tiles_with_a_scale_per_slot_of_a_step_that_comes_as_tensors(device, use_schedules, reads_words):
-    use_schedules(shrink=SHRINKS["tiles"], expand=TILES)
-    case = Case(spread(5, 20, 30), (68,), 16, [16, 16], device, mode="tensor")
-    listed = step(case.slots, device, rows=len(case.slots))
-    flat = TensorBatch.given(*listed.tensors, flag=torch.tensor([False]), count=None)
-    case.check(case.run(batch=flat))
-    assert reads_words()
-
-
 @pytest.mark.parametrize(
-    ("dtype", "rank", "changes", "words"),
+    ("dtype", "rank", "changes", "mode", "words"),
     [
-        (FP16, 16, {}, True),
-        (FP16, 136, {"block_k": 256}, True),
-        (torch.float32, 16, {}, False),
-        (FP16, 136, {}, False),
-        (FP16, 16, {"swap_ab": True}, False),
-        (FP16, 16, {"block_n": 32}, False),
+        (FP16, 16, {}, "channel", True),
+        (FP16, 16, {}, "tensor", True),
+        (FP16, 136, {"block_k": 256}, "channel", True),
+        (torch.float32, 16, {}, "channel", False),
+        (FP16, 136, {}, "channel", False),
+        (FP16, 16, {"swap_ab": True}, "channel", False),
+        (FP16, 16, {"block_n": 32}, "channel", False),
     ],
-    ids=["words", "wide", "float32", "ranks in a loop", "swapped operands", "few columns"],
+    ids=["words", "a scale per slot", "wide", "float32", "ranks in a loop", "swapped operands", "few columns"],
 )
-def test_which_tiles_go_by_words(dtype, rank, changes, words, device, use_schedules, reads_words):
-    """With a rank of 0 among them, which must not be read."""
+def test_which_tiles_go_by_words(dtype, rank, changes, mode, words, device, use_schedules, reads_words):
+    """With a rank of 0 among them, which must not be read; one step comes as tensors."""
     use_schedules(shrink=SHRINKS["tiles"], expand=TILES._replace(**changes))
-    case = Case(spread(1, 18, 5), (132,), rank, [rank, 0], device, dtype=dtype)
-    case.check(case.run())
+    case = Case(spread(1, 18, 5), (132,), rank, [rank, 0], device, dtype=dtype, mode=mode)
+    batch = step(case.slots, device, rows=len(case.slots))
+    if mode == "tensor":
+        batch = TensorBatch.given(*batch.tensors, flag=torch.tensor([False]), count=None)
+    case.check(case.run(batch=batch))
     assert reads_words() == words
 
 
@@ -246,5 +242,5 @@ def test_what_goes_by_words(width, offset, words, device, reads_words):
         shrink=PER_CHANNEL, expand=PER_CHANNEL,
     )  # fmt: skip
     assert reads_words(rows=True) == words
-    expected = product(product(x.cpu().double(), a.real(), SLOTS, None, True), b.real(), SLOTS, None, False)
+    expected = products(products(x, a.real(), SLOTS), b.real(), SLOTS)
     assert_close(y, expected, FP16)

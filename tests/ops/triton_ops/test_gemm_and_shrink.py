@@ -5,16 +5,15 @@ import weakref
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from triton_batches import SHRINK_ROWS, SHRINK_TILES, TOLERANCE, Batch, assert_close, linear
 
-from punica.metadata import LoRABatch, RowGroups
 from punica.ops.quant import E4M3, dequantize, quantize_per_channel
 from punica.ops.scales import Scheme
 from punica.ops.triton_ops import Options
 from punica.ops.triton_ops.lora_linear import MOST_RANKS, GemmAndShrinkPlan, LinearPlan, describe_base, fused_schedule
+from tests.ops.helpers import by_ranks, step
 
 DISTINCT = [3, 0, -1, 5, 1, 2, 4]
 IDENTICAL = [2] * 32
@@ -30,8 +29,7 @@ class Case(Batch):
         super().__init__(slots, given["k"], given["widths"], given["rank"], 6, dtype, device, given["ranks"])
         self.weight = (torch.randn(self.y.shape[1], self.k) * self.k**-0.5).to(device, dtype)
         self.bias = torch.randn(self.y.shape[1]).to(device, dtype)
-        self.step = LoRABatch(128, self.slot_count, device)
-        self.step.fill(RowGroups.of_rows(np.array(slots)))
+        self.step = step(slots, device, self.slot_count, 128)
         self.y.fill_(torch.nan)  # as new memory may be
 
     def run(self, with_bias: bool = True, **options: Any) -> torch.Tensor:
@@ -145,7 +143,7 @@ def test_a_step_without_adapters_and_an_empty_one(device) -> None:
 def test_adapters_in_fp8(w8a8, rank, device, fused) -> None:
     case = Case(DISTINCT, device, rank=rank)
     a, b = ([quantize_per_channel(one[:, 0].float()) for one in stack] for stack in (case.a, case.b))
-    stored = [values for values, _ in a], [values.mT.contiguous().mT for values, _ in b]
+    stored = [values for values, _ in a], [by_ranks(values) for values, _ in b]
     scheme = Scheme(use_fp8_w8a8=w8a8, per_channel_quant=True)
     given: dict[str, Any] = {"lora_a_scale": [scale for _, scale in a], "lora_b_scale": [scale for _, scale in b]}
     given |= {"shrink": scheme, "expand": scheme}

@@ -8,7 +8,6 @@ import pytest
 import torch
 from triton_batches import Batch
 
-from punica.metadata import LoRABatch, RowGroups
 from punica.ops.triton_ops import (
     TritonOps,
     clear_config_cache,
@@ -17,6 +16,7 @@ from punica.ops.triton_ops import (
     load_lora_op_config,
 )
 from punica.ops.weights import LoRAWeights
+from tests.ops.helpers import step
 
 LEAF = {"block_m": 16, "block_n": 16, "block_k": 64, "split_k": 2, "num_warps": 4, "num_stages": 2}
 EXPAND_LEAF = {key: value for key, value in LEAF.items() if key != "split_k"}
@@ -133,14 +133,13 @@ def test_keys_of_other_tools_are_not_unknown(tmp_path):
 
 def test_an_edited_table_replaces_the_plans_of_weights_in_use(tmp_path, device):
     batch = Batch([0, 1], 128, (48,), 16, 2, torch.float16, device)
-    step, weights = LoRABatch(2, 2, device), LoRAWeights.of(batch.a, batch.b)
-    step.fill(RowGroups.of_rows(torch.tensor(batch.slots).numpy()))
+    of_slots, weights = step([0, 1], device, 2), LoRAWeights.of(batch.a, batch.b)
     write(tmp_path, "expand", nested("2", "1", "4", "16", "48", leaf=EXPAND_LEAF), True)
     splits = []
     for split_k in (2, 4):
         write(tmp_path, "shrink", nested("2", "1", "4", "128", "16", leaf={**LEAF, "split_k": split_k}))
         clear_config_cache()
-        TritonOps(configs.Options(tuned_dir=str(tmp_path))).linear(batch.y, batch.x, weights, step)
+        TritonOps(configs.Options(tuned_dir=str(tmp_path))).linear(batch.y, batch.x, weights, of_slots)
         splits += [plan.partials[0] for plan in weights.plans.values()]
     assert splits == [2, 4]
 

@@ -1,23 +1,32 @@
-"""The FP8 kernels against float64: modes, forms, layouts, true ranks, and what they must not touch or accept."""
+"""FP8 operators of both backends against float64: modes, forms, layouts, true ranks, and what they must not touch."""
 
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from fp8_case import Case
-from triton_batches import EXPANDS, SHRINKS, Batch, assert_close, linear, shrink
+from triton_batches import EXPANDS, KERNELS, SHRINKS, Batch, shrink
 
 from punica.metadata import LoRAKernelMeta
 from punica.ops.scales import PER_CHANNEL, Scheme
 from punica.ops.triton_ops import lora_expand, lora_expand_fp8, lora_linear, lora_shrink, lora_shrink_fp8
-from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack, by_ranks, fp8, product, real_rows, step
+from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack, fp8, real_rows
+from tests.ops.helpers import by_ranks, products, step
+from tests.ops.step_calls import TORCH
 
 SLOTS = [1, -1, 0, 2, 2, 0, -1]
 FP16, FP32 = torch.float16, torch.float32
 PROMPT = [2] * 41 + [0, 1, -1, 1, 0, 1, 0]
 STEP_SHRINKS = SHRINKS | {"left": SHRINKS["tiles"]._replace(swap_ab=True), "deep": SHRINKS["tiles"]}
 STEP_EXPANDS = EXPANDS | {"left": EXPANDS["tiles"]._replace(swap_ab=True)}
+BACKENDS = {"torch": TORCH, "triton": KERNELS}
+FORMS = {
+    "torch": ("torch", "rows", "rows"), "rows": ("triton", "rows", "rows"), "tiles": ("triton", "tiles", "tiles"),
+    "walk": ("triton", "tiles", "walk"), "deep": ("triton", "rows", "deep"),
+}  # fmt: skip
+"""Backend, and schedules of its kernels."""
 
 
 def flat(slots: list[int], device: str, slot_count: int = 3) -> tuple:
@@ -31,78 +40,78 @@ def stacks(shapes: list[tuple[int, int]], mode: dict[str, Any], device: str, dty
     return [Stack.random(3, n, k, mode, dtype, device) for n, k in shapes]
 
 
-def activations(shape: tuple[int, ...], k: int, mode: dict[str, Any], w8a8: bool, device: str) -> tuple:
-    """x, its scales (or None), and the switch."""
-    if not w8a8:
-        return torch.randn(shape).half().to(device), None
-    groups = -(-k // mode["group_k"]) if mode.get("group_k") else 1
-    return fp8(shape, E4M3).to(device), (torch.rand(shape[-2], groups) + 0.1).to(device)
+def activations(shape: tuple[int, ...], mode: dict[str, Any], dtype: torch.dtype, device: str) -> tuple:
+    """Real ones without scales, or FP8 with them, by group where there are some."""
+    if dtype not in (E4M3, E5M2):
+        return torch.randn(shape).to(dtype).to(device), None
+    groups = -(-shape[-1] // mode["group_k"]) if "group_k" in mode else 1
+    return fp8(shape, dtype).to(device), (torch.rand(shape[-2], groups) + 0.1).to(device)
 
 
-@pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
-@pytest.mark.parametrize(("form", "slices"), [("rows", 1), ("tiles", 2)])
-@pytest.mark.parametrize("mode", MODES)
-def test_shrink(mode, form, slices, w8a8, device, use_schedules):
-    use_schedules(shrink=SHRINKS[form])
-    given = MODES[mode]
-    a = stacks([(20, 200)] * slices, given, device)
-    x, a_scale = activations((7, 200), 200, given, w8a8, device)
-    y = torch.full((slices, 7, 20), float("nan"), device=device)
-    lora_shrink_fp8(
-        x, [s.stored for s in a], y, *flat(SLOTS, device), 0.5, [s.scale for s in a], a_scale,
-        use_fp8_w8a8=w8a8, **given,
-    )  # fmt: skip
-    rows = real_rows(x, a_scale, given)
-    expected = torch.stack([0.5 * product(rows, s.real(), SLOTS, None, True) for s in a])
-    torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
 @pytest.mark.parametrize(
-    ("form", "widths"),
-    [("rows", (33, 40)), ("tiles", (33, 70)), ("walk", (150,)), ("deep", (70,))],
+    ("mode", "form", "weights", "values"),
+    [
+        *product(MODES, ("torch", "rows", "tiles"), (E4M3,), (FP16, E4M3)),
+        *((mode, form, E4M3, values) for mode in MODES for form, values in (("walk", E4M3), ("deep", FP16))),
+        *product(("channel",), FORMS, (E5M2,), (E4M3, E5M2)),
+        *product(("channel",), FORMS, (E4M3,), (E5M2,)),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("mode", MODES)
-def test_expand(mode, form, widths, w8a8, device, use_schedules):
-    use_schedules(expand=EXPANDS[form])
-    given = MODES[mode]
-    b = stacks([(n, 40) for n in widths], given, device)
-    x, a_scale = activations((len(widths), 7, 40), 40, given, w8a8, device)
-    before = torch.randn(7, 250).half().to(device)
-    y = before.clone()
-    lora_expand_fp8(
-        x, [by_ranks(s.stored) for s in b], y, *flat(SLOTS, device), [s.scale for s in b], a_scale, 10, True,
-        use_fp8_w8a8=w8a8, **given,
-    )  # fmt: skip
-    deltas = [product(real_rows(x[i], a_scale, given), s.real(), SLOTS, None, False) for i, s in enumerate(b)]
-    end, expected = 10 + sum(widths), before.cpu().double()
-    expected[:, 10:end] += torch.cat(deltas, 1)
-    assert_close(y, expected, FP16)
-    bare = torch.tensor(SLOTS) < 0
-    assert torch.equal(y[bare], before[bare])
-    assert torch.equal(y[:, :10], before[:, :10])
-    assert torch.equal(y[:, end:], before[:, end:])
-
-
-@pytest.mark.parametrize("shrink", SHRINKS)
-@pytest.mark.parametrize(("weights", "values"), [(E5M2, E4M3), (E5M2, E5M2), (E4M3, E5M2)], ids=str)
-def test_formats(weights, values, shrink, device, use_schedules):
-    use_schedules(shrink=SHRINKS[shrink], expand=EXPANDS["tiles" if shrink == "tiles" else "rows"])
-    a, b = (
-        stacks([(20, 100)] * 2, MODES["channel"], device, weights),
-        stacks([(50, 20)] * 2, MODES["channel"], device, weights),
-    )
-    x, scale = fp8((7, 100), values).to(device), torch.tensor(0.25, device=device)
-    h = torch.empty(2, 7, 20, device=device)
-    switches = {"use_fp8_w8a8": True, "per_channel_quant": True}
-    lora_shrink_fp8(x, [s.stored for s in a], h, *flat(SLOTS, device), 1.0, [s.scale for s in a], scale, **switches)
-    rows = real_rows(x, scale, {})
-    expected = torch.stack([product(rows, s.real(), SLOTS, None, True) for s in a])
+def test_shrink_and_expand(mode, form, weights, values, device, use_schedules):
+    backend, shrinks, expands = FORMS[form]
+    use_schedules(shrink=SHRINKS[shrinks], expand=EXPANDS[expands])
+    given, device = MODES[mode], "cpu" if backend == "torch" else device
+    scheme, batch = Scheme(use_fp8_w8a8=values in (E4M3, E5M2), **given), step(SLOTS, device)
+    a = stacks([(20, 200)] * 2, given, device, weights)
+    x, a_scale = activations((7, 200), given, values, device)
+    h = torch.full((2, 7, 20), float("nan"), device=device)
+    scales = {"b_scale": [s.scale for s in a], "a_scale": a_scale}
+    BACKENDS[backend].shrink(x, [s.stored for s in a], h, batch, 0.5, scheme=scheme, **scales)
+    expected = torch.stack([products(real_rows(x, a_scale, given), s.real(), SLOTS, 0.5) for s in a])
     torch.testing.assert_close(h.cpu().double(), expected, rtol=1e-3, atol=1e-3)
-    low, y = h.to(values), torch.zeros(7, 100, device=device)
-    lora_expand_fp8(low, [s.stored for s in b], y, *flat(SLOTS, device), [s.scale for s in b], scale, **switches)
-    deltas = [product(real_rows(low[i], scale, {}), s.real(), SLOTS, None, False) for i, s in enumerate(b)]
-    torch.testing.assert_close(y.cpu().double(), torch.cat(deltas, 1), rtol=1e-3, atol=1e-3)
+
+    b = stacks([(33, 20), (150, 20)], given, device, weights)
+    x, a_scale = activations((2, 7, 20), given, values, device)
+    before = torch.randn(7, 200).to(device)
+    y, scales = before.clone(), {"b_scale": [s.scale for s in b], "a_scale": a_scale}
+    BACKENDS[backend].expand(x, [by_ranks(s.stored) for s in b], y, batch, 10, scheme=scheme, **scales)
+    expected = before.cpu().double()
+    expected[:, 10:193] += torch.cat(
+        [products(real_rows(x[i], a_scale, given), s.real(), SLOTS) for i, s in enumerate(b)], 1
+    )
+    torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-3, atol=1e-3)
+    for kept in (torch.tensor(SLOTS) < 0, (slice(None), slice(10)), (slice(None), slice(193, None))):
+        assert torch.equal(y[kept], before[kept])
+
+
+@pytest.mark.parametrize("values", [FP16, E4M3], ids=str)
+@pytest.mark.parametrize("mode", ["tensor", "channel", "r x 32", "32 x r"])
+def test_flat_ops_give_the_bits_of_a_step(mode, values, device):
+    given, batch, meta = MODES[mode], step(SLOTS, device), flat(SLOTS, device)
+    scheme = Scheme(use_fp8_w8a8=values == E4M3, **given)
+    (a,), (b,) = stacks([(16, 70)], given, device), stacks([(33, 16)], given, device)
+    x, x_scale = activations((7, 70), given, values, device)
+    low, low_scale = activations((1, 7, 16), given, values, device)
+    h, y = torch.zeros(2, 1, 7, 16, device=device), torch.ones(2, 7, 40, device=device)
+    KERNELS.shrink(x, [a.stored], h[0], batch, 0.5, b_scale=[a.scale], a_scale=x_scale, scheme=scheme)
+    KERNELS.expand(low, [b.stored], y[0], batch, 5, b_scale=[b.scale], a_scale=low_scale, scheme=scheme)
+    given = given | {"use_fp8_w8a8": scheme.use_fp8_w8a8}
+    lora_shrink_fp8(x, [a.stored], h[1], *meta, 0.5, [a.scale], x_scale, **given)
+    lora_expand_fp8(low, [b.stored], y[1], *meta, [b.scale], low_scale, 5, True, **given)
+    assert torch.equal(h[0], h[1])
+    assert torch.equal(y[0], y[1])
+
+
+def test_the_example_of_the_specification():
+    qw = torch.tensor([[1.0, 2, 0, 1], [0, 1, 1, 0]]).to(E4M3)[None]
+    qx, batch, y = torch.tensor([[2.0, 1, 0, 4]]).to(E4M3), step([0]), torch.empty(1, 1, 2)
+    given = {"b_scale": [torch.tensor([[0.5, 2.0]])], "a_scale": torch.tensor([0.25])}
+    TORCH.shrink(qx, [qw], y, batch, 2.0, **given, scheme=Scheme(use_fp8_w8a8=True, per_channel_quant=True))
+    assert y.tolist() == [[[2.0, 1.0]]]
+    given = {"b_scale": [torch.tensor([[[0.5, 2.0]]])], "a_scale": torch.tensor([[1.0, 0.25]])}
+    TORCH.shrink(qx, [qw], y, batch, 1.0, **given, scheme=Scheme(2, 2, use_fp8_w8a8=True))
+    assert y.tolist() == [[[4.0, 0.5]]]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +127,11 @@ def test_linear_on_a_step(form, mode, slots, device, use_schedules):
     use_schedules(shrink=STEP_SHRINKS[form], expand=STEP_EXPANDS[expand])
     case = Case(slots, (96, 40), 20, [20, 20, 20], device, mode=mode, k=300)
     case.check(case.run(lora_ranks=None))
+
+
+def test_true_ranks_and_poison_in_torch():
+    case = Case([0, 1, 0, -1, 2], (50, 33), 20, [8, 0, 20], "cpu", dtype=FP32, k=40)
+    case.check(case.run(linear=TORCH.linear))
 
 
 @pytest.mark.parametrize("rank", [16, 64])
@@ -149,7 +163,7 @@ def test_any_strides_of_scales(layout, device):
         x, [s.stored for s in a], y, *flat(SLOTS, device), 1.0, scales, a_scale,
         use_fp8_w8a8=True, per_channel_quant=True,
     )  # fmt: skip
-    expected = torch.stack([product(real_rows(x, a_scale, {}), s.real(), SLOTS, None, True) for s in a])
+    expected = torch.stack([products(real_rows(x, a_scale, {}), s.real(), SLOTS) for s in a])
     torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-3, atol=1e-3)
 
 
@@ -191,25 +205,19 @@ def test_schemes_of_both(device):
 @pytest.mark.parametrize("w8a8", [False, True], ids=["weight-only", "w8a8"])
 def test_the_first_product_may_be_launched_elsewhere(w8a8, mode, device):
     """All that it needs happens inside of the context, and the second product outside."""
-    events, given = [], MODES[mode]
+    case, seen = Case([0, 2, -1], (40,), 16, [16] * 3, device, mode=mode, k=96), []
+    case.scheme, y = case.scheme._replace(use_fp8_w8a8=w8a8), case.before.clone()
 
     @contextmanager
     def aside():
-        events.append("begin")
+        seen.append(y.clone())
         yield
-        events.append(y.clone())
+        seen.append(y.clone())
 
-    a, b = stacks([(16, 96)], given, device)[0], stacks([(40, 16)], given, device)[0]
-    x, y = torch.randn(3, 96).half().to(device), torch.zeros(3, 40, dtype=FP16, device=device)
-    scheme = Scheme(use_fp8_w8a8=w8a8, **given)
-    given = {"lora_a_scale": [a.scale], "lora_b_scale": [b.scale], "shrink": scheme, "expand": scheme}
-    weights, rows = ([a.stored], [by_ranks(b.stored)]), step([0, 2, -1], device)
-    linear(expected := y.clone(), x, *weights, rows, **given)
-    linear(y, x, *weights, rows, aside=aside, **given)
-    assert events[0] == "begin"
-    assert not bool(events[1].any())
-    assert torch.equal(y, expected)
-    assert bool(y.any())
+    case.run(y, aside=aside)
+    assert [torch.equal(one, case.before) for one in seen] == [True, True]
+    assert torch.equal(y, case.run())
+    assert not torch.equal(y, case.before)
 
 
 ONES = torch.ones

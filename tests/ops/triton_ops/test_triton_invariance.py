@@ -7,10 +7,12 @@ import pytest
 import torch
 from triton_batches import linear
 
-from punica.metadata import LoRABatch, RowGroups
+from punica.metadata import LoRABatch
 from punica.ops.quant import quantize_per_channel
 from punica.ops.scales import PER_CHANNEL
 from punica.ops.triton_ops import Options, lora_linear
+from tests.ops.helpers import by_ranks as rank_major
+from tests.ops.helpers import step
 
 INVARIANT = Options(batch_invariant=True)
 SHAPES = {
@@ -31,6 +33,8 @@ FP8 = {"by ranks": (False, True), "by rows": (False, False), "w8a8": (True, True
 class Layer:
     """Weights of random adapters, and rows of x with the slot of each."""
 
+    fp8: dict[str, Any] = {}
+
     def __init__(self, shape: tuple[int, tuple[int, ...], int], rows: int, dtype: torch.dtype, device: str) -> None:
         k, widths, rank = shape
         torch.manual_seed(rows)
@@ -44,13 +48,11 @@ class Layer:
 
     def step(self, rows: slice) -> LoRABatch:
         slots = self.slots[rows]
-        step = LoRABatch(len(slots), SLOTS, self.x.device)
-        step.fill(RowGroups.of_rows(slots))
-        return step
+        return step(slots, self.x.device, SLOTS, len(slots))
 
     def added(self, rows: slice) -> torch.Tensor:
-        y = self.y[rows].clone()
-        linear(y, self.x[rows], self.a, self.b, self.step(rows), 0.5, lora_ranks=self.ranks, options=INVARIANT)
+        y, given = self.y[rows].clone(), {"lora_ranks": self.ranks, "options": INVARIANT, **self.fp8}
+        linear(y, self.x[rows], self.a, self.b, self.step(rows), 0.5, **given)
         return y
 
 
@@ -63,14 +65,9 @@ class Fp8Layer(Layer):
             zip(*[quantize_per_channel(w[:, 0]) for w in side], strict=True) for side in (self.a, self.b)
         )
         if by_ranks:
-            self.b = tuple(w.mT.contiguous().mT for w in self.b)
+            self.b = tuple(map(rank_major, self.b))
         scheme = PER_CHANNEL._replace(use_fp8_w8a8=w8a8)
         self.fp8 = {"lora_a_scale": list(a), "lora_b_scale": list(b), "shrink": scheme, "expand": scheme}
-
-    def added(self, rows: slice) -> torch.Tensor:
-        y, given = self.y[rows].clone(), {"lora_ranks": self.ranks, "options": INVARIANT, **self.fp8}
-        linear(y, self.x[rows], self.a, self.b, self.step(rows), 0.5, **given)
-        return y
 
 
 def check_parts(layer: Layer, rows: int) -> torch.Tensor:

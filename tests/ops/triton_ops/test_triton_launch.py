@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,44 +15,28 @@ from triton_batches import EXPANDS, SHRINKS, Batch, expand, linear, random_slots
 
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops import weights
-from punica.ops.triton_ops import Options, TritonOps, lora_expand, lora_linear, lora_shrink
+from punica.ops.triton_ops import Options, TritonOps, configs
 from punica.ops.triton_ops import launch as launching
-from punica.vllm.ops.dense import NAMES as META
+from tests.ops.helpers import step as step_of
 
 FP16 = torch.float16
-NAMES = (*META, "no_lora_flag_cpu")
-CHOOSING = {"lora_shrink": "step_ops", "lora_expand": "step_ops", "lora_linear": "lora_linear"}
 
 
 # ---- the direct launch
 
 
-class Compiled:
-    """Stands in for a compiled kernel and notes how it was started."""
-
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self) -> None:
-        self.runs: list[tuple] = []
-
-    def run(self, *arguments: Any) -> None:
-        self.runs.append(arguments)
+def jitted() -> MagicMock:
+    """Stands in for a jitted kernel: ``kernel[grid](...)`` gives the compiled one, whose ``run`` starts it."""
+    kernel = MagicMock(arg_names=("x_ptr", "stride_t", "stride_k", "BLOCK"))
+    compiled = kernel.__getitem__.return_value.return_value
+    compiled.function, compiled.packed_metadata = "function", "metadata"
+    return kernel
 
 
-class Kernel:
-    """Stands in for a jitted kernel: ``kernel[grid](...)`` gives the compiled one."""
-
-    arg_names = ("x_ptr", "stride_t", "stride_k", "BLOCK")
-
-    def __init__(self) -> None:
-        self.compiled, self.launches = Compiled(), 0
-
-    def __getitem__(self, grid: tuple) -> Any:
-        def launch(*arguments: Any, **options: Any) -> Compiled:
-            self.launches += 1
-            return self.compiled
-
-        return launch
+def started(kernel: MagicMock) -> tuple[int, list[tuple]]:
+    """How often Triton was asked, and the arguments of direct launches."""
+    launch = kernel.__getitem__.return_value
+    return launch.call_count, [call.args for call in launch.return_value.run.call_args_list]
 
 
 def launch_of(kernel: Any, grid: int = 2, strides: tuple = (64, 1), block: int = 16, pdl: bool = False) -> Any:
@@ -84,16 +69,16 @@ def test_another_launch_interface_is_noticed(changed: str | None, monkeypatch: p
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_the_second_launch_is_direct_with_addresses_counts_strides_and_constants():
     """An operand that the kernel does not read is None."""
-    kernel, x, weights = Kernel(), torch.zeros(4), (torch.zeros(4), torch.zeros(4))
+    kernel, x, weights = jitted(), torch.zeros(4), (torch.zeros(4), torch.zeros(4))
     launch = launch_of(kernel)
     launch((x, None, weights), (5, 0.5), True)
-    assert (kernel.launches, kernel.compiled.runs) == (1, [])
+    assert started(kernel) == (1, [])
     launch((x, None, weights), (6, 0.25), True)
     addresses = (x.data_ptr(), None, tuple(weight.data_ptr() for weight in weights))
     expected = (2, 1, 1, 77, "function", "metadata", None, None, None, *addresses, 6, 0.25, 64, 1, 16)
-    assert (kernel.launches, kernel.compiled.runs) == (1, [expected])
+    assert started(kernel) == (1, [expected])
     launch((x, None, weights), (6, 0.25), False)  # an address that the kernel was not compiled for
-    assert (kernel.launches, len(kernel.compiled.runs)) == (2, 1)
+    assert started(kernel) == (2, [expected])
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -117,21 +102,21 @@ def test_shared_memory_is_what_a_program_may_use(is_rocm: bool, monkeypatch):
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_an_unknown_triton_is_always_asked_itself(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launching, "launches_directly", lambda: False)
-    kernel = Kernel()
+    kernel = jitted()
     launch = launch_of(kernel)
     for _ in range(3):
         launch((torch.zeros(4),), (), True)
-    assert (kernel.launches, kernel.compiled.runs) == (3, [])
+    assert started(kernel) == (3, [])
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_launches_share_a_kernel_that_triton_would_not_compile_anew():
-    kernel = Kernel()
+    kernel = jitted()
     first = launch_of(kernel)
     assert launch_of(kernel, grid=9).binary is first.binary
     assert launch_of(kernel, strides=(4096, 1)).binary is first.binary  # still a multiple of 16
     others = [launch_of(kernel, strides=strides) for strides in ((65, 1), (64, 2), (1 << 40, 1))]
-    others += [launch_of(kernel, block=32), launch_of(Kernel())]
+    others += [launch_of(kernel, block=32), launch_of(jitted())]
     assert all(other.binary is not first.binary for other in others)
 
 
@@ -202,36 +187,34 @@ def test_an_integer_scale_is_a_number_like_any_other(scale, device):
 
 
 def filled(batch: Batch) -> LoRABatch:
-    step = LoRABatch(max(1, batch.tokens), batch.slot_count, batch.device)
-    step.fill(RowGroups.of_rows(torch.tensor(batch.slots).numpy()))
-    return step
+    return step_of(batch.slots, batch.device, batch.slot_count)
 
 
-@pytest.mark.parametrize("name", CHOOSING)
-def test_the_tuned_folder_and_the_invariant_switch_reach_the_choice(name, device, monkeypatch):
+def test_the_tuned_folder_and_the_invariant_switch_reach_the_choice(device, monkeypatch):
     """Flat and on a step."""
     batch, asked = Batch([0, 1, -1], 32, (16,), 4, 2, FP16, device), []
-    configs = import_module("punica.ops.triton_ops.configs")
 
     def choose(*arguments: Any, **rest: Any) -> Any:
         asked.append(next(one for one in arguments if isinstance(one, Options)))
         plain = [one._replace(tuned_dir=None) if one is asked[-1] else one for one in arguments]
         return configs.choose(*plain, **rest)
 
-    monkeypatch.setattr(import_module(f"punica.ops.triton_ops.{CHOOSING[name]}"), "choose", choose)
-    weights.forget_plans()
-    h, options = torch.zeros(1, 3, 4, device=device), Options(batch_invariant=True, tuned_dir="folder")
-    flat, step = {"batch_invariant": True, "tuned_dir": "folder"}, filled(batch)
-    if name == "lora_shrink":
-        lora_shrink(batch.x, batch.a, h, *batch.args, 1.0, **flat)
-        shrink(batch.x, batch.a, h.clone(), step, options=options)
-    elif name == "lora_expand":
-        lora_expand(h, batch.b, batch.y, *batch.args, **flat)
-        expand(h, batch.b, batch.y.clone(), step, options=options)
-    else:
-        lora_linear(batch.y, batch.x, batch.a, batch.b, *batch.args, 1.0, **flat)
-        linear(batch.y.clone(), batch.x, batch.a, batch.b, step, options=options)
-    assert {(one.tuned_dir, one.batch_invariant) for one in asked} == {("folder", True)}
+    for name in ("step_ops", "lora_linear"):
+        monkeypatch.setattr(import_module(f"punica.ops.triton_ops.{name}"), "choose", choose)
+    h, y, step = torch.zeros(1, 3, 4, device=device), batch.y.clone(), filled(batch)
+    flat, options = {"batch_invariant": True, "tuned_dir": "folder"}, Options(batch_invariant=True, tuned_dir="folder")
+    for call in (
+        lambda: batch.shrink(h, **flat),
+        lambda: shrink(batch.x, batch.a, h, step, options=options),
+        lambda: batch.expand(h, y, **flat),
+        lambda: expand(h, batch.b, y, step, options=options),
+        lambda: batch.linear(y, **flat),
+        lambda: linear(y, batch.x, batch.a, batch.b, step, options=options),
+    ):
+        weights.forget_plans()
+        asked.clear()
+        call()
+        assert {(one.tuned_dir, one.batch_invariant) for one in asked} == {("folder", True)}
 
 
 @pytest.mark.parametrize("slots", [random_slots(9, 3), [-1, -1], [1]], ids=["mixed", "none", "one"])

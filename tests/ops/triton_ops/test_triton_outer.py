@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from punica.metadata import LoRABatch, RowGroups
 from punica.ops.torch_ops import TorchOps
 from punica.ops.triton_ops import TritonOps
 from punica.ops.weights import Stack
-from tests.ops.helpers import normal
+from tests.ops.helpers import normal, step
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 OPS = {"torch": TorchOps(), "triton": TritonOps()}
@@ -54,8 +53,7 @@ class Given:
         nan = [torch.full((case.count, 1, case.rank, n), float("nan"), device=device, dtype=case.dtype) for n in whole]
         ranks = None if ranks is None else ranks.to(device)
         self.stack = Stack.of_a(nan, ranks) if side == "a" else Stack.of_b([one.mT for one in nan], ranks)
-        self.batch = LoRABatch(len(slots), case.count, device)
-        self.batch.fill(RowGroups.of_rows(np.array(case.slots, np.int64)))
+        self.batch = step(case.slots, device, case.count, len(slots))
         self.rows_of = (torch.tensor(slots) == torch.arange(case.count)[:, None]).double()  # [L, T]
 
     def check(self, ops: str) -> None:

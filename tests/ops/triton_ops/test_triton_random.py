@@ -5,91 +5,64 @@
 ``RANDOM_CALLS`` and ``RANDOM_SEED`` in the environment ask for more of them, and for others.
 """
 
-import json
 import os
 import subprocess
 import sys
-import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Timer
 
 import pytest
 import torch
 from guarded_memory import NAN, Output
-from random_calls import PER_FORM
+from random_calls import PER_FORM, main
 
 PROGRAM, ROOT = Path(__file__).with_name("random_calls.py"), Path(__file__).resolve().parents[3]
 CALLS, SEED = int(os.environ.get("RANDOM_CALLS", 20_000)), int(os.environ.get("RANDOM_SEED", 0))
-START_LIMIT, CALL_LIMIT = 600.0, 180.0  # seconds without a new line: the GPU hangs
-MOST_PROCESSES = 20  # for one part
+LIMIT = 900.0
+"""Seconds for the calls of a form; a GPU that hangs takes longer."""
 
 
-def run(first: int, count: int, seed: int, limit: float = CALL_LIMIT, end: str = "") -> tuple[int, dict[int, str]]:
-    """Make these calls, in another process wherever one ends; return how many were made, and what is wrong with which.
-    ``end``: calls with which the process ends or hangs, such as "3=exit 5=hang".
-    """
-    environment = os.environ | {"RANDOM_CALLS_END": end, "OMP_NUM_THREADS": "1"}
-    made, faults, number = 0, {}, first
-    for _ in range(MOST_PROCESSES):
-        command = [sys.executable, str(PROGRAM), str(number), str(first + count - number), str(seed)]
-        tail: deque[str] = deque(maxlen=20)
-        called, seen = "", time.monotonic()
-        with subprocess.Popen(
-            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as process:
-            watch = Timer(START_LIMIT, process.kill)
-            watch.start()
-            for line in process.stdout or ():
-                watch.cancel()
-                watch, seen = Timer(limit, process.kill), time.monotonic()
-                watch.start()
-                if line.startswith("call "):
-                    called, made = line, made + 1
-                    number = int(line.split()[1][:-1]) + 1
-                elif line.startswith("failed "):
-                    faults[number - 1] = f"{json.loads(line.removeprefix('failed '))}\n{called}"
-                else:
-                    tail.append(line)
-            watch.cancel()
-        if process.returncode:
-            silent = f"after {time.monotonic() - seen:.0f} s without a line, "
-            what = f"the process ended with {process.returncode}, {silent}{''.join(tail)[-1500:]}\n{called}"
-            faults.setdefault(number - 1 if called else number, what)
-        if number == first + count or not called:
-            return made, faults
-    return made, faults | {number: f"{MOST_PROCESSES} processes have ended; the calls from here on are not made"}
+def faults(first: int, count: int, seed: int) -> list[str]:
+    """Make these calls in another process; return what is wrong, with the last call of a process that ended."""
+    command = [sys.executable, str(PROGRAM), str(first), str(count), str(seed)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            lines = process.communicate(timeout=LIMIT)[0].splitlines()
+        except subprocess.TimeoutExpired:
+            process.kill()
+            lines = process.communicate()[0].splitlines()
+    found = [line for line in lines if line.startswith("failed ")]
+    made = sum(line.startswith("call ") for line in lines)
+    if (process.returncode, made) != (0, count):
+        end = f"ended with {process.returncode}: {lines[-9:]}"
+        found.append(f"the process of calls {first} to {first + count - 1} {end}")
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.gpu
-@pytest.mark.timeout(0)  # each call has a limit
-def test_random_calls(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.timeout(0)  # each process has a limit
+def test_random_calls() -> None:
     parts = [(first, min(PER_FORM, CALLS - first), SEED) for first in range(0, CALLS, PER_FORM)]
-    total, faults, begin = 0, {}, time.monotonic()
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool, capsys.disabled():
-        for done, part in enumerate(as_completed([pool.submit(run, *part) for part in parts]), 1):
-            made, wrong = part.result()
-            total, faults = total + made, faults | wrong
-            if wrong or done % 16 == 0 or done == len(parts):
-                print(f"\n{time.monotonic() - begin:.0f} s: {total} calls, {len(faults)} wrong: {sorted(faults)[:20]}")
-    repeat = f"python {PROGRAM.relative_to(ROOT)} NUMBER 1 {SEED}"
-    texts = [f"{number}: {text[:1400]}" for number, text in sorted(faults.items())[:8]]
-    assert not faults, f"of {total} calls are wrong {sorted(faults)}; repeat one by {repeat}\n" + "\n\n".join(texts)
-    assert total == CALLS
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        found = [fault for of_part in pool.map(lambda part: faults(*part), parts) for fault in of_part]
+    repeat = f"repeat one by python {PROGRAM.relative_to(ROOT)} NUMBER 1 {SEED}"
+    assert not found, "\n\n".join([f"{len(found)} faults; {repeat}", *[fault[:1400] for fault in found[:8]]])
 
 
-@pytest.mark.parametrize(
-    ("count", "end", "words"),
-    [(40, "2=exit", "ended with 9"), pytest.param(4, "2=hang", "ended with -9", marks=pytest.mark.slow)],
-)
-def test_a_process_that_ends_costs_one_call(count: int, end: str, words: str) -> None:
-    made, faults = run(0, count, SEED, limit=90.0, end=end)
-    assert (made, list(faults)) == (count, [2]), faults
-    assert words in faults[2]
-    assert "call 2: " in faults[2]
+def test_a_few_calls_and_a_process_that_dies(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(0, 40, SEED)
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed ")] == []
+    monkeypatch.setenv("RANDOM_CALLS_END", "2")
+    (fault,) = faults(2, 4, SEED)
+    assert fault.startswith("the process of calls 2 to 5 ended with 9: ")
+    assert "call 2: " in fault
 
 
 @pytest.mark.parametrize(

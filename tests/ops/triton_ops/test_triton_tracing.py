@@ -10,11 +10,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton_batches import Batch
 
 from punica import ops
-from punica.metadata import LoRABatch, LoRAMapping, RowGroups
+from punica.metadata import LoRAMapping
 from punica.ops.quant import quantize_per_channel
 from punica.ops.triton_ops import TritonOps, moe_align, quantized_rows
 from punica.ops.weights import LoRAWeights
 from punica.wrapper import PunicaWrapperGPU
+from tests.ops.helpers import step as step_of
 from tests.ops.moe_cases import Case, World
 
 WRITES = {
@@ -94,8 +95,7 @@ def test_flat_ops_traced_and_compiled_equal_eager(name: str, batch: Batch) -> No
 @pytest.mark.parametrize("mode", ["real", "symbolic"])
 def test_a_traced_step_is_one_node(mode: str, batch: Batch) -> None:
     """In symbolic mode sizes of the weights are symbols, too."""
-    step = LoRABatch(8, 2, batch.device)
-    step.fill(RowGroups.of_rows(torch.tensor(batch.slots).numpy()))
+    step = step_of(batch.slots, batch.device, 2)
 
     def layer(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
         TritonOps().linear(y, x, LoRAWeights.of((a,), (b,)), step, 0.5)

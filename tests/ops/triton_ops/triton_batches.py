@@ -9,12 +9,12 @@ import torch
 from punica.metadata import LoRAKernelMeta
 from punica.ops.triton_ops import TritonOps, lora_expand, lora_linear, lora_shrink
 from punica.ops.triton_ops.schedules import Schedule
-from tests.ops.helpers import TOLERANCE, assert_close, assert_shrunk
+from tests.ops.helpers import TOLERANCE, assert_close, assert_shrunk, products
 from tests.ops.step_calls import StepCalls
 
 __all__ = ["TOLERANCE", "assert_shrunk"]  # of kernel tests, too
-_CALLS = StepCalls(TritonOps)
-shrink, expand, linear = _CALLS.shrink, _CALLS.expand, _CALLS.linear
+KERNELS = StepCalls(TritonOps)
+shrink, expand, linear = KERNELS.shrink, KERNELS.expand, KERNELS.linear
 SHRINK_ROWS = Schedule(0, 8, 128)
 SHRINK_TILES = Schedule(16, 32, 64, num_stages=3)
 EXPAND_ROWS = Schedule(0, 64, 16)
@@ -89,26 +89,17 @@ class Batch:
     def rank_of(self, i: int, slot: int) -> int:
         return self.rank if self.ranks is None else self.ranks[i][slot]
 
+    def ranks_of(self, i: int) -> Sequence[int] | None:
+        return None if self.ranks is None else self.ranks[i]
+
     def shrunk(self) -> torch.Tensor:
         """scaling * x A^T, [n, T, r] float64, 0 without adapter and beyond the rank."""
-        out = torch.zeros(len(self.widths), self.tokens, self.rank, dtype=torch.float64)
-        x = self.x.cpu().double()
-        for i, a in enumerate(self.a):
-            for t, slot in enumerate(self.slots):
-                if slot >= 0 and (r := self.rank_of(i, slot)):
-                    out[i, t, :r] = self.scaling * (x[t] @ a[slot, 0, :r].cpu().double().T)
-        return out
+        parts = [products(self.x, a, self.slots, self.scaling, self.ranks_of(i)) for i, a in enumerate(self.a)]
+        return torch.stack(parts)
 
     def expanded(self, h: torch.Tensor) -> torch.Tensor:
         """h B^T of all slices side by side, [T, sum N] float64."""
-        h = h.cpu().double()
-        parts = []
-        for i, b in enumerate(self.b):
-            part = torch.zeros(self.tokens, b.shape[2], dtype=torch.float64)
-            for t, slot in enumerate(self.slots):
-                if slot >= 0 and (r := self.rank_of(i, slot)):
-                    part[t] = h[i, t, :r] @ b[slot, 0, :, :r].cpu().double().T
-            parts.append(part)
+        parts = [products(h[i], b, self.slots, 1.0, self.ranks_of(i), of_b=True) for i, b in enumerate(self.b)]
         return torch.cat(parts, 1)
 
 
