@@ -9,7 +9,8 @@ from punica.capture import capture
 from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 from punica.wrapper import PunicaWrapperCPU, PunicaWrapperGPU
-from tests.ops.fp8_batches import E4M3, E5M2, Stack, fp8, product, real_rows
+from tests.ops.fp8_batches import E4M3, E5M2, Stack, fp8, real_rows
+from tests.ops.helpers import products
 
 IDS, TABLE = [7, 0, 3, 7, 3], [3, None, 7]
 SLOTS = [2, -1, 0, 2, 0]
@@ -41,11 +42,8 @@ def scales(stacks: list[Stack]) -> list[torch.Tensor]:
 
 
 def expected(a: list[Stack], b: list[Stack], rows: torch.Tensor, scale: float) -> torch.Tensor:
-    parts = []
-    for first, second in zip(a, b, strict=True):
-        h = scale * product(rows, first.real(), SLOTS, None, True)
-        parts.append(product(h, second.real(), SLOTS, None, False))
-    return torch.cat(parts, 1)
+    low = [products(rows, stack.real(), SLOTS, scale) for stack in a]
+    return torch.cat([products(h, stack.real(), SLOTS) for h, stack in zip(low, b, strict=True)], 1)
 
 
 def assert_near(y: torch.Tensor, wanted: torch.Tensor, share: float) -> None:
@@ -53,31 +51,28 @@ def assert_near(y: torch.Tensor, wanted: torch.Tensor, share: float) -> None:
     torch.testing.assert_close(y.cpu().double() / size, wanted / size, rtol=share, atol=share)
 
 
-@pytest.mark.parametrize(("nested", "dtype"), [(False, torch.bfloat16), (True, torch.float32)], ids=str)
-def test_weight_only(nested, dtype, wrapper):
-    mode = {"group_k": 16, "group_n": 16}
-    a, b = stacks(mode if nested else CHANNEL, wrapper.device)
-    x, y = torch.randn(5, 64).to(wrapper.device, dtype), torch.zeros(5, 68, dtype=dtype, device=wrapper.device)
-    quant_args = {"shrink": mode, "expand": mode} if nested else CHANNEL
-    given = {"lora_a_scale": scales(a), "lora_b_scale": scales(b), "quant_args": quant_args}
-    wrapper.add_lora_linear(y, x, stored(a), stored(b), 0.5, WIDTHS, **given)
-    assert_near(y, expected(a, b, x.cpu().double(), 0.5), 1e-2)
-    assert (y[1] == 0).all()
-
-
-@pytest.mark.parametrize(("nested", "quantised"), [(False, True), (True, False)], ids=["x fp8", "nested, x real"])
-def test_w8a8(nested, quantised, wrapper):
-    mode = {"group_k": 16, "group_n": 16}
-    a, b = stacks(mode if nested else CHANNEL, wrapper.device)
-    x, a_scale = torch.randn(5, 64, device=wrapper.device).bfloat16(), None
-    if quantised:
+@pytest.mark.parametrize(
+    ("nested", "dtype", "w8a8"),
+    [
+        (False, torch.bfloat16, False),
+        (True, torch.float32, False),
+        (False, E4M3, True),
+        (True, torch.bfloat16, True),
+    ],
+    ids=["bfloat16", "nested, float32", "w8a8, x fp8", "w8a8, nested, x real"],
+)
+def test_linear(nested, dtype, w8a8, wrapper):
+    mode = {"group_k": 16, "group_n": 16} if nested else CHANNEL
+    a, b = stacks(mode, wrapper.device)
+    x, a_scale = torch.randn(5, 64).to(wrapper.device, dtype), None
+    if dtype == E4M3:
         x, a_scale = fp8((5, 64), E4M3).to(wrapper.device), torch.rand(5, device=wrapper.device) + 0.1
-    quant_args: dict[str, Any] = {"use_fp8_w8a8": True}
-    quant_args |= {"shrink": mode, "expand": mode} if nested else CHANNEL
-    y = torch.zeros(5, 68, device=wrapper.device)
+    y = torch.zeros(5, 68, dtype=torch.float32 if w8a8 else dtype, device=wrapper.device)
+    quant_args: dict[str, Any] = {"use_fp8_w8a8": w8a8} | ({"shrink": mode, "expand": mode} if nested else mode)
     given = {"lora_a_scale": scales(a), "lora_b_scale": scales(b), "a_scale": a_scale, "quant_args": quant_args}
     wrapper.add_lora_linear(y, x, stored(a), stored(b), 0.5, WIDTHS, **given)
-    assert_near(y, expected(a, b, real_rows(x, a_scale, {}), 0.5), 5e-2)
+    assert_near(y, expected(a, b, real_rows(x, a_scale, {}), 0.5), 5e-2 if w8a8 else 1e-2)
+    assert (y[1] == 0).all()
 
 
 def test_shrink_and_expand_apart(wrapper):
@@ -88,9 +83,9 @@ def test_shrink_and_expand_apart(wrapper):
     given = {"lora_a_scale": scales(a), "lora_b_scale": scales(b), "quant_args": CHANNEL}
     wrapper.add_shrink(h, x, stored(a), 0.5, **given)
     for i, stack in enumerate(a):
-        assert_near(h[i], 1 + 0.5 * product(x.cpu().double(), stack.real(), SLOTS, None, True), 1e-3)
+        assert_near(h[i], 1 + products(x, stack.real(), SLOTS, 0.5), 1e-3)
     wrapper.add_expand(y, h, stored(b), WIDTHS, 2, **given)
-    delta = [product(h[i].cpu().double(), s.real(), SLOTS, None, False) for i, s in enumerate(b)]
+    delta = [products(h[i], s.real(), SLOTS) for i, s in enumerate(b)]
     assert_near(y[:, 2:], 1 + torch.cat(delta, 1), 1e-3)
     assert (y[:, :2] == 1).all()
 
