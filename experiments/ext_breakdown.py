@@ -114,7 +114,7 @@ def _shape(point: Point) -> StepShape:
 
 
 def _readings(cfg: Config, point: Point, cases: dict[str, Case]) -> list[Reading]:
-    from experiments.benches.step_parts import copy_bandwidth
+    from experiments.measure.roofline import copy_bandwidth
 
     case, shape = cases[point.workload], _shape(point)
 

@@ -52,17 +52,16 @@ class PriceOfLora(Experiment):
         ]
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
-        from experiments.benches.engine_steps import StepShape, turns
+        from experiments.benches.engine_steps import StepShape, steps_in_turns
         from experiments.benches.operators import protocol
-        from experiments.benches.step_parts import IN_A_ROW, copy_bandwidth
+        from experiments.measure.roofline import copy_bandwidth
 
         bench, bandwidth = self._bench(cfg, points[0]), copy_bandwidth(cfg.hardware.device)
         batch, context = cast(int, points[0].batch_size), cast(int, points[0].seq_len)
-        samples: dict[str, list[float]] = {system: [] for system in (NONE, *(point.system for point in points))}
-        for _ in turns(len(samples), IN_A_ROW, protocol(cfg)):
-            for system, own in samples.items():
-                bench.settle(StepShape(batch, context, 0, adapters_of_rows(system, batch)))
-                own += [1e3 * bench.step().seconds for _ in range(IN_A_ROW)]
+        systems = NONE, *(point.system for point in points)
+        shapes = {system: StepShape(batch, context, 0, adapters_of_rows(system, batch)) for system in systems}
+        timed = steps_in_turns(bench, shapes, protocol(cfg))
+        samples = {system: [1e3 * step.seconds for step in steps] for system, steps in timed.items()}
         found = []
         for point in points:
             own, moved = samples[point.system], bytes_moved(cfg.model, point)

@@ -54,22 +54,20 @@ class Speculation(Experiment):
         ]
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
-        from experiments.benches.engine_steps import StepShape, turns
+        from experiments.benches.engine_steps import StepShape, steps_in_turns
         from experiments.benches.operators import protocol
-        from experiments.benches.step_parts import IN_A_ROW
 
         bench, first = self._bench(cfg), points[0]
         batch = cast(int, first.batch_size)
         shape = StepShape(batch, cast(int, first.seq_len), 0, adapters_of_rows(first.panel, batch))
-        samples: dict[str, list[float]] = {system: [] for system in ("0 drafts", *(point.system for point in points))}
-        for _ in turns(len(samples), IN_A_ROW, protocol(cfg)):
-            for system, own in samples.items():
-                bench.engine.scheduler.most_drafts = SYSTEMS[system]
-                bench.settle(shape)
-                timed = [bench.step() for _ in range(IN_A_ROW)]
-                if {step.statistics.num_drafted_tokens for step in timed} != {SYSTEMS[system] * batch}:
-                    raise CheckFailed(f"a step of {batch} requests did not verify {system} of each")
-                own += [1e3 * step.seconds for step in timed]
+        shapes = dict.fromkeys(("0 drafts", *(point.system for point in points)), shape)
+        timed = steps_in_turns(
+            bench, shapes, protocol(cfg), lambda system: setattr(bench.engine.scheduler, "most_drafts", SYSTEMS[system])
+        )
+        for system, steps in timed.items():
+            if {step.statistics.num_drafted_tokens for step in steps} != {SYSTEMS[system] * batch}:
+                raise CheckFailed(f"a step of {batch} requests did not verify {system} of each")
+        samples = {system: [1e3 * step.seconds for step in steps] for system, steps in timed.items()}
         plain, found = median(samples["0 drafts"]), [samples[point.system] for point in points]
         ratios = [Reading("break_even", median(own) / plain, "tokens a step") for own in found]
         return [[*sampled("step_latency", own, "ms"), ratio] for own, ratio in zip(found, ratios, strict=True)]

@@ -76,8 +76,8 @@ def _roof(cfg: Config, panel: str) -> list[Reading]:
     if panel == SHEET:
         kind, bandwidth, peak = "datasheet", cast(float, hardware.bandwidth_gb_s) / 1e3, cast(float, hardware.tflop_s)
     else:
-        found = roofline.measured_ceilings(hardware.device, dtype)
-        kind, bandwidth, peak = "measured", found.bandwidth / 1e12, found.flops / 1e12
+        found = roofline.copy_bandwidth(hardware.device), roofline.product_flops(hardware.device, dtype)
+        kind, (bandwidth, peak) = "measured", (value / 1e12 for value in found)
     return [
         Reading("memory_bandwidth_line", bandwidth, "TB/s", kind=kind),
         Reading(f"peak_{short}_line", peak, "TFLOP/s", kind=kind),

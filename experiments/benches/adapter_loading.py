@@ -15,8 +15,8 @@ import torch
 
 from experiments.benches.model_steps import (
     TOLERANCE,
-    CapturedRun,
     Invocation,
+    captured,
     difference,
     llama_config,
     random_llama,
@@ -138,7 +138,7 @@ def _decode_step(manager: LoRAModelManager, llama: LlamaForCausalLM, decode: Dec
 
     if difference(step([-1] * decode.rows, run), step(own, run)) <= TOLERANCE[invocation.cache.keys[0].dtype]:
         raise CheckFailed("a decode step comes out as if its rows had no adapters")
-    return partial(step, own, CapturedRun(run) if invocation.device.type == "cuda" else run)
+    return partial(step, own, captured(run) if invocation.device.type == "cuda" else run)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@ an engine with full slots, whose cache holds noise, so that a step at any contex
 """
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,21 +23,8 @@ from punica.engine.requests import StepStatistics
 from punica.models import LlamaForCausalLM
 from punica.scheduling import RequestState, RequestStatus
 
+IN_A_ROW = 2  # consecutive timed steps of a case
 ROOM = 64  # new tokens of a request before it ends, and steps get smaller
-
-
-def fewest_turns(in_a_row: int, protocol: Protocol) -> int:
-    """Turns of `in_a_row` steps that the protocol's fewest repeats ask for."""
-    return math.ceil(protocol.min_repeats / in_a_row)
-
-
-def turns(cases: int, in_a_row: int, protocol: Protocol) -> Iterator[int]:
-    """Yield turns in which each of `cases` takes `in_a_row` steps: the fewest repeats, and more within the seconds."""
-    started = time.perf_counter()
-    for turn in range(max(fewest_turns(in_a_row, protocol), protocol.repeats // in_a_row)):
-        if protocol.enough(turn * in_a_row, (time.perf_counter() - started) / cases):
-            return
-        yield turn
 
 
 @dataclass(frozen=True)
@@ -173,6 +159,19 @@ class EngineSteps:
         prompt = [(11 * place + 7) % self.engine.vocab_size for place in range(tokens)]
         named = LoRARequest(f"adapter-{adapter}", adapter, "registered in memory") if adapter else None
         return Request(f"request-{number}", prompt, ROOM, named)
+
+
+def steps_in_turns(
+    bench: EngineSteps, shapes: Mapping[str, StepShape], protocol: Protocol, begin: Callable[[str], object] = id
+) -> dict[str, list[TimedStep]]:
+    """Timed steps of each of `shapes`, in turns, so that a drift affects all alike; `begin` is called before a turn."""
+    found: dict[str, list[TimedStep]] = {name: [] for name in shapes}
+    for _ in protocol.turns(len(shapes), IN_A_ROW):
+        for name, shape in shapes.items():
+            begin(name)
+            bench.settle(shape)
+            found[name] += [bench.step() for _ in range(IN_A_ROW)]
+    return found
 
 
 def check_adapters_matter(steps: EngineSteps, shapes: Sequence[StepShape]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import transformers
 
-from experiments.benches.engine_steps import EngineSteps, StepShape, check_adapters_matter, turns
+from experiments.benches.engine_steps import EngineSteps, StepShape, check_adapters_matter, steps_in_turns
 from experiments.benches.model_steps import Invocation, check_rows, difference, spans, step_tokens
 from experiments.harness.experiment import CheckFailed
 from experiments.measure.timing import Call, Protocol
@@ -38,7 +38,6 @@ MODELS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }  # fmt: skip
 """Name -> class of its Hugging Face config, what is divided, and what is not."""
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
-IN_A_ROW = 4  # consecutive steps of one shape through the engine, before the next shape's turn
 
 
 def model_config(name: str, layers: int, divisor: int) -> Any:
@@ -217,9 +216,5 @@ def decode_seconds(
     """Seconds of decode steps by system, in turns, by the host; `CheckFailed` where adapters change no token."""
     shapes = {name: StepShape(len(ids), context, 0, ids) for name, ids in adapters.items()}
     check_adapters_matter(engine, list(shapes.values()))
-    found: dict[str, list[float]] = {name: [] for name in shapes}
-    for _ in turns(len(shapes), IN_A_ROW, protocol):
-        for name, shape in shapes.items():
-            engine.settle(shape)
-            found[name] += [engine.step().seconds for _ in range(IN_A_ROW)]
-    return found
+    found = steps_in_turns(engine, shapes, protocol)
+    return {name: [step.seconds for step in steps] for name, steps in found.items()}

@@ -140,8 +140,8 @@ class ExpertSets:
 def checked_us(sets: ExpertSets, name: str, calls: int, replays: int) -> float:
     """Median microseconds in a graph; `CheckFailed` where a call is wrong, or one that overwrites after a replay."""
     check_error(name, sets.error(name), TOLERANCE)
-    graph, rounds = captured(sets.columns()[name], sets.count, calls)
+    run, total = captured(sets.columns()[name], sets.count, calls)
     if name.endswith("delta"):
-        graph.replay()
+        run()
         check_error(f"{name}, after a graph replay", sets.error_now(name), TOLERANCE)
-    return median_us(graph, rounds * sets.count, replays)
+    return median_us(run, total, replays)

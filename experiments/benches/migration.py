@@ -95,10 +95,8 @@ class Migration:
         for name, route in routes.items():
             check_moved(route, name)
         nbytes = sum(part[0].nbytes for part in self._source) * -(-context // BLOCK_SIZE)
-        moves, started = Moves(nbytes, {name: [] for name in systems}), time.perf_counter()
-        for turn in range(protocol.repeats):
-            if protocol.enough(turn, (time.perf_counter() - started) / (len(systems) + 1)):
-                break
+        moves = Moves(nbytes, {name: [] for name in systems})
+        for _ in protocol.turns(len(systems) + 1):
             for name in systems:
                 seconds = self._recompute(context) if name == RECOMPUTE else self._copy(routes[name])
                 moves.seconds[name].append(seconds)

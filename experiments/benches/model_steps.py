@@ -10,9 +10,8 @@ from transformers import LlamaConfig
 
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
-from experiments.measure.timing import Call
+from experiments.measure.timing import Call, CapturedRun
 from punica.adapters import LoRAModelManager, random_adapter
-from punica.capture import capture
 from punica.config import LoRAConfig
 from punica.engine.attention import KVCache, attention_for
 from punica.layers import rehearsal
@@ -49,23 +48,9 @@ def random_llama(model: ModelConf, device: str, layers: int | None = None, **for
     return llama
 
 
-class CapturedRun:
-    """A function as a CUDA graph, run once before the capture; `function` owns what the graph reads."""
-
-    def __init__(self, function: Callable[[], torch.Tensor]) -> None:
-        self.function, self.graph = function, torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), rehearsal():
-            function()
-        torch.cuda.current_stream().wait_stream(stream)
-        with capture(self.graph):
-            self.output = function()
-
-    def __call__(self) -> torch.Tensor:
-        """Run it again; the next call overwrites the result."""
-        self.graph.replay()
-        return self.output
+def captured(function: Callable[[], torch.Tensor]) -> CapturedRun:
+    """Capture what layers do."""
+    return CapturedRun(function, rehearsal())
 
 
 class Invocation:
@@ -94,22 +79,22 @@ class Invocation:
         if self.device.type != "cuda":
             return partial(self.forward, *self.begin(layout))
         inputs = self._inputs(layout)
-        held, captured = self._captured.get(batch_size, (inputs, None))
+        held, run = self._captured.get(batch_size, (inputs, None))
         for kept, new in zip(held, inputs, strict=True):
             kept.copy_(new)
         tokens, positions, kv_rows = held
         self.attention.begin(layout, kv_rows)
-        if captured is None:
-            captured = CapturedRun(partial(self.forward, tokens, positions))
-            self._captured[batch_size] = held, captured
-        return captured
+        if run is None:
+            run = captured(partial(self.forward, tokens, positions))
+            self._captured[batch_size] = held, run
+        return run
 
     def prefill_step(self, batch_size: int, length: int) -> Callable[[], torch.Tensor]:
         """Begin `batch_size` prompts of `length` tokens; up to `MOST_CAPTURED_ROWS` rows it is a graph on a GPU."""
         step = partial(self.forward, *self.begin(spans(batch_size, length, length)))
         if self.device.type != "cuda" or batch_size * length > MOST_CAPTURED_ROWS:
             return step
-        return CapturedRun(step)  # captured for every use: its activations take too much memory to be kept
+        return captured(step)  # captured for every use: its activations take too much memory to be kept
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

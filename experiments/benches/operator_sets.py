@@ -4,14 +4,14 @@ bytes than any cache has, so that weights come from HBM.
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from experiments.benches.operator_lines import Operator
 from experiments.benches.operators import MAX_LORAS, kernel_meta_args
 from experiments.harness.experiment import CheckFailed
-from experiments.measure.timing import seconds_between_events
-from punica.capture import capture
+from experiments.measure.timing import CapturedRun, captured_rounds, seconds_between_events
 
 ROTATING_BYTES = 256 << 20  # bytes of all sets together; the L2 cache of an H200 holds 60 MB
 Call = Callable[[int], object]  # a call on one of the sets
@@ -89,12 +89,12 @@ class OperatorSets:
 
     def time_graph(self, call: Call, *, calls: int = 200, replays: int = 9) -> tuple[float, float]:
         """Median microseconds per call of a graph of `calls` calls or more, and the error after a replay from y = 0."""
-        graph, rounds = captured(call, self.count, calls)
+        run, total = captured(call, self.count, calls)
         self.y.zero_()
-        graph.replay()
+        run()
         torch.cuda.synchronize()
-        error = max(self._error(i, rounds) for i in (0, self.count - 1))
-        us = median_us(graph, rounds * self.count, replays)
+        error = max(self._error(i, total // self.count) for i in (0, self.count - 1))
+        us = median_us(run, total, replays)
         self.y.zero_()
         return us, error
 
@@ -104,19 +104,10 @@ def check_error(name: str, error: float, tolerance: float) -> None:
         raise CheckFailed(f"{name}: relative error {error:.1e} is above {tolerance:.0e}: not timed")
 
 
-def captured(call: Call, sets: int, calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Capture `calls` calls or one for each of `sets`, every set in turn; return the graph and the calls per set."""
-    rounds = max(1, calls // sets)
-    for i in range(min(sets, 2)):
-        call(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with capture(graph):
-        for _ in range(rounds):
-            for i in range(sets):
-                call(i)
-    return graph, rounds
+def captured(call: Call, sets: int, calls: int) -> tuple[CapturedRun, int]:
+    """Capture `calls` calls or one for each of `sets`, every set in turn; return the graph and its number of calls."""
+    return captured_rounds([partial(call, i) for i in range(sets)], calls)
 
 
-def median_us(graph: torch.cuda.CUDAGraph, calls: int, replays: int) -> float:
-    return statistics.median(seconds_between_events(graph.replay) * 1e6 / calls for _ in range(replays))
+def median_us(run: CapturedRun, calls: int, replays: int) -> float:
+    return statistics.median(seconds_between_events(run) * 1e6 / calls for _ in range(replays))

@@ -10,20 +10,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from experiments.benches.engine_steps import (
-    EngineSteps,
-    StepShape,
-    TimedStep,
-    fewest_turns,
-    launch_times,
-    turns,
-)  # fmt: skip
-from experiments.measure.timing import Protocol, seconds_between_events
+from experiments.benches.engine_steps import IN_A_ROW, EngineSteps, StepShape, TimedStep, launch_times
+from experiments.measure.timing import Protocol
 
 BASE, ATTENTION, SHRINK, EXPAND = "base_gemm", "attention", "lora_shrink", "lora_expand"
 SMALL, HEAD, COPIES, REST, GAPS = "small_kernels", "head_and_sampling", "copies", "rest", "gaps"
@@ -40,8 +32,6 @@ KERNELS: tuple[tuple[str, str], ...] = (
 )
 """Part -> what the names of its kernels contain, whatever the case; the first that fits counts. The products of the
 head have the names of the others: see `parts_of`."""
-IN_A_ROW = 2  # consecutive timed decode steps of a case
-COPY_BYTES, ATTEMPTS = 1 << 30, 5
 
 
 class Kernel(NamedTuple):
@@ -140,7 +130,7 @@ def measured(bench: EngineSteps, shapes: Mapping[str, StepShape], protocol: Prot
     """Measure every case of `shapes`, by name. They take turns, so that a drift affects all alike."""
     cases = {name: Case() for name in shapes}
     in_a_row = 1 if any(shape.prompt for shape in shapes.values()) else IN_A_ROW
-    for _ in turns(len(cases), in_a_row, protocol):
+    for _ in protocol.turns(len(cases), in_a_row):
         for name, shape in shapes.items():
             bench.settle(shape)
             if bench.on_gpu:
@@ -150,7 +140,7 @@ def measured(bench: EngineSteps, shapes: Mapping[str, StepShape], protocol: Prot
     if bench.on_gpu:
         for name, shape in shapes.items():
             bench.settle(shape)
-            count = max(2, in_a_row * fewest_turns(in_a_row, protocol))
+            count = max(2, in_a_row * protocol.fewest_turns(in_a_row))
             _profile(bench, count, cases[name], bench.steps_each(shape))
     return cases
 
@@ -191,20 +181,3 @@ def _profile(bench: EngineSteps, count: int, case: Case, each: int) -> None:
     case.watched = [spent / count] * count if ahead else [step.seconds for step in steps]
     case.parts = seconds_by_part(kernels)
     case.parts[GAPS] = sum(case.watched) - sum(case.parts.values())
-
-
-@cache
-def copy_bandwidth(device: str) -> float:
-    """Measure bytes per second, read and written, of a large copy: the best of a few, once per process."""
-    source = torch.ones(COPY_BYTES >> 2, dtype=torch.int32, device=device)
-    target = torch.empty_like(source)
-
-    def seconds() -> float:
-        if device.startswith("cuda"):
-            return seconds_between_events(lambda: target.copy_(source))
-        started = time.perf_counter()
-        target.copy_(source)
-        return time.perf_counter() - started
-
-    target.copy_(source)
-    return 2 * source.nbytes / min(seconds() for _ in range(ATTEMPTS))

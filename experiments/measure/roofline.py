@@ -12,7 +12,7 @@ Identical (n = 1) climbs with `s`. A machine with bandwidth `b` and rate `p` rea
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache
 
 COPY_MIB = 256
 GEMM_SIZE = 2048
@@ -32,32 +32,33 @@ def sgmv_intensity(rows: int, adapters: int, h_in: int, h_out: int, element_byte
     return sgmv_flop(rows, h_in, h_out) / sgmv_io_bytes(rows, adapters, h_in, h_out, element_bytes)
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """Ceilings of the machine: memory traffic in bytes/s (read + written) and arithmetic in FLOP/s."""
-
-    bandwidth: float
-    flops: float
-
-
-def measured_ceilings(device: str, dtype: str) -> Ceilings:
-    """Ceilings of `device`: a large copy (read + written) and a square product, the best of a few attempts."""
+@cache
+def copy_bandwidth(device: str) -> float:
+    """Measure bytes per second, read and written, of a large copy, once per process."""
     import torch
-
-    def best(call: Callable[[], object]) -> float:
-        times = []
-        for _ in range(1 + ATTEMPTS):
-            started = time.perf_counter()
-            call()
-            if device.startswith("cuda"):
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-        return min(times[1:])
 
     source = torch.ones(COPY_MIB << 18, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
+    return 2 * source.nbytes / _least_seconds(lambda: target.copy_(source), device)
+
+
+def product_flops(device: str, dtype: str) -> float:
+    """Measure FLOP/s of a square product."""
+    import torch
+
     left = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=getattr(torch, dtype), device=device)
     product = torch.empty_like(left)
-    copy = best(lambda: target.copy_(source))
-    gemm = best(lambda: torch.mm(left, left, out=product))
-    return Ceilings(2 * source.nbytes / copy, 2 * GEMM_SIZE**3 / gemm)
+    return 2 * GEMM_SIZE**3 / _least_seconds(lambda: torch.mm(left, left, out=product), device)
+
+
+def _least_seconds(call: Callable[[], object], device: str) -> float:
+    """Return the best of a few calls after the first: by events on a GPU, else by the host's clock."""
+    from experiments.measure.timing import seconds_between_events
+
+    def on_host() -> float:
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+
+    call()
+    return min(seconds_between_events(call) if device.startswith("cuda") else on_host() for _ in range(ATTEMPTS))

@@ -13,9 +13,10 @@ alike. Garbage collection is off while the clock runs.
 
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,10 +40,19 @@ class Protocol:
     flush_mib: int
     patience: float = math.inf
 
-    def enough(self, taken: int, seconds: float) -> bool:
-        """Tell whether a system that took ``seconds`` for ``taken`` repeats is to stop before `repeats`."""
-        least = self.min_repeats if seconds <= self.patience else min(2, self.min_repeats)
-        return taken >= least and seconds > self.seconds
+    def fewest_turns(self, in_a_row: int) -> int:
+        """Turns of `in_a_row` repeats that `min_repeats` asks for."""
+        return math.ceil(self.min_repeats / in_a_row)
+
+    def turns(self, systems: int, in_a_row: int = 1) -> Iterator[int]:
+        """Yield turns in which each of `systems` has `in_a_row` repeats: the fewest, and more within the seconds."""
+        started = time.perf_counter()
+        for turn in range(max(self.fewest_turns(in_a_row), self.repeats // in_a_row)):
+            seconds = (time.perf_counter() - started) / systems
+            least = self.min_repeats if seconds <= self.patience else min(2, self.min_repeats)
+            if turn * in_a_row >= least and seconds > self.seconds:
+                return
+            yield turn
 
 
 def time_side_by_side(
@@ -68,11 +78,8 @@ def time_side_by_side(
         else:
             samplers[name] = _host_clock(options, empty, protocol.device)
     samples: dict[Name, list[float]] = {name: [] for name in calls}
-    started = time.perf_counter()
     with no_garbage_collection():
-        for i in range(max(protocol.repeats, protocol.min_repeats)):
-            if protocol.enough(i, (time.perf_counter() - started) / len(calls)):
-                break
+        for i in protocol.turns(len(calls)):
             for name, sampler in samplers.items():
                 samples[name].append(sampler(i))
     return samples
@@ -102,20 +109,39 @@ def seconds_between_events(call: Call) -> float:
 
 
 def _cuda_graph(options: Sequence[Call]) -> Callable[[int], float]:
-    rounds = max(1, CALLS_PER_GRAPH // len(options))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in options:
+    run, calls = captured_rounds(options, CALLS_PER_GRAPH)
+    run()
+    return lambda _: seconds_between_events(run) / calls
+
+
+def captured_rounds(options: Sequence[Call], least: int) -> tuple["CapturedRun", int]:
+    """Capture `least` calls, or one of each of `options`, all in turn; return the graph and its number of calls."""
+    calls = list(options) * max(1, least // len(options))
+
+    def run() -> None:  # keeps no output, so that the next call has its memory
+        for call in calls:
             call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with capture(graph):
-        for _ in range(rounds):
-            for call in options:
-                call()
-    graph.replay()
-    return lambda _: seconds_between_events(graph.replay) / (rounds * len(options))
+
+    return CapturedRun(run), len(calls)
+
+
+class CapturedRun:
+    """A function as a CUDA graph, run once `inside` before the capture; `function` owns what the graph reads."""
+
+    def __init__(self, function: Callable[[], Any], inside: AbstractContextManager[None] | None = None) -> None:
+        self.function, self.graph = function, torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), inside or nullcontext():
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        with capture(self.graph):
+            self.output = function()
+
+    def __call__(self) -> Any:
+        """Run it again; the next call overwrites the result."""
+        self.graph.replay()
+        return self.output
 
 
 def _flusher(protocol: Protocol) -> Call:

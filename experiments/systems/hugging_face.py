@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache
 from transformers.cache_utils import DynamicLayer
 
-from experiments.benches.model_steps import CapturedRun
+from experiments.benches.model_steps import captured
 from experiments.systems.weights import Weights
 from punica.engine.attention import KVCache
 from punica.parallel.matmul import linear
@@ -257,7 +257,7 @@ class PeftBackend:
             use_product(SameProduct if rows is None else nn.Linear, self.model, device)
         named = {} if rows is None else {"adapter_names": rows}
         batch = self.model, prompts, new_tokens, self._room, device, named, done
-        return GraphDecoding(CapturedRun, *batch) if not named and device != "cpu" else Decoding(*batch)
+        return GraphDecoding(captured, *batch) if not named and device != "cpu" else Decoding(*batch)
 
     @torch.inference_mode()
     def prefill(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:

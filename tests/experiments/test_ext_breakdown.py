@@ -18,6 +18,7 @@ from experiments.harness.catalogue import experiments
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, DType, model_conf
 from experiments.harness.settings import settle
+from experiments.measure import roofline
 from experiments.measure.records import read_rows
 from experiments.measure.timing import Protocol
 from punica.engine.runner import ModelRunner
@@ -204,7 +205,7 @@ def test_the_grid_has_every_kind_of_step_without_adapters_and_with(tmp_path):
 
 
 def test_it_measures_draws_and_does_not_measure_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(step_parts, "copy_bandwidth", lambda _: 1e10)
+    monkeypatch.setattr(roofline, "copy_bandwidth", lambda _: 1e10)
     outcome = run(composed(tmp_path, "draw=true", name=BREAKDOWN.name), BREAKDOWN)
     assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 12, 2)
     rows = [row for row in read_rows(outcome.rows_file) if row.statistic in ("median", "value")]
@@ -234,7 +235,7 @@ def test_a_gpu_says_where_its_time_goes():
     assert distinct[EXPAND] > 0
     assert sum(distinct.values()) == pytest.approx(sum(cases["Distinct"].watched) / len(cases["Distinct"].watched))
     assert distinct[step_parts.GAPS] > 0
-    assert step_parts.copy_bandwidth("cuda") > 1e11
+    assert roofline.copy_bandwidth("cuda") > 1e11
 
 
 def test_steps_that_are_begun_ahead_are_timed_from_the_end_of_the_one_before(bench, monkeypatch):

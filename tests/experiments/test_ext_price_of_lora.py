@@ -3,10 +3,10 @@
 import pytest
 from fakes import composed
 
-from experiments.benches import step_parts
 from experiments.benches.engine_steps import EngineSteps
 from experiments.ext_price_of_lora import BASES, EACH, EXPERIMENT, FP8_EACH, NONE, bytes_moved
 from experiments.harness.settings import settle
+from experiments.measure import roofline
 
 
 @pytest.mark.parametrize(("base", "system"), [("plain", EACH), ("FP8 weights", NONE), ("FP8 both", FP8_EACH)])
@@ -22,7 +22,7 @@ def test_bytes_are_those_of_an_engine(tmp_path, base: str, system: str) -> None:
 
 
 def test_readings_of_every_system(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(step_parts, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(roofline, "copy_bandwidth", lambda device: 1e9)
     cfg = settle(composed(tmp_path, "figure.bases=[FP8 both]", name=EXPERIMENT.name), EXPERIMENT)
     for points in EXPERIMENT.together(EXPERIMENT.points(cfg)):
         for point, readings in zip(points, EXPERIMENT.measure_together(cfg, points), strict=True):
