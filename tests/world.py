@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -60,19 +59,6 @@ class Backbone:
     def ask(self, engine: Engine, name: str, prompt: Sequence[int], adapter_id: int = 0, new: Any = 4) -> RequestState:
         """Queue a request of the adapter ``adapter_id`` (0: none)."""
         return engine.add_request(Request(name, prompt, new, self.adapters.get(adapter_id)))
-
-    def step_or_fail(self, engine: Engine, chance: Random, monkeypatch: Any) -> StepOutput | None:
-        """Make a step, perhaps after an adapter was loaded again; None: one whose tokens could not be read."""
-        if chance.random() < 0.1:
-            engine.manager.add_adapter(self.adapters[chance.choice((1, 2, 4, 5))])
-        with monkeypatch.context() as patched:
-            if fails := chance.random() < 0.05:
-                patched.setattr("punica.engine.sampler.PendingCopy.tolist", lambda _: (_ for _ in ()).throw(KeyError))
-            try:
-                return engine.step()
-            except KeyError:
-                assert fails
-                return None
 
     def serve(self, engine: Engine, wishes: list["Wish"]) -> list[list[int]]:
         """Generate all wishes together on an engine."""

@@ -90,58 +90,17 @@ def test_skipped_and_base_layer_tensors_are_left_out(tmp_path):
     assert set(model.loras) == {"m.q_proj"}
 
 
-NAN = torch.full((4, 6), float("nan"))
-INF = torch.randn(10, 4).index_put_((torch.tensor(9), torch.tensor(3)), torch.tensor(float("-inf")))
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        pytest.param({B: None}, ValueError, "m.q_proj.*A without B", id="A without B"),
-        pytest.param({A: None}, ValueError, "m.q_proj.*B without A", id="B without A"),
-        pytest.param({A: None, B: None}, ValueError, "no LoRA tensors", id="nothing"),
-        pytest.param({A: torch.ones(4)}, ValueError, r"2-D.*\(4,\)", id="1-D"),
-        pytest.param({A: torch.ones(3, 6)}, ValueError, "rank 3.*rank 4", id="A and B disagree"),
-        pytest.param({A: torch.ones(2, 6), B: torch.ones(10, 2)}, ValueError, "rank 2.*config says 4", id="config"),
-        pytest.param({A: NAN}, ValueError, "m.q_proj.*A contains NaN", id="NaN"),
-        pytest.param({B: INF}, ValueError, "m.q_proj.*B contains NaN or inf", id="inf"),
         pytest.param({B: torch.full((10, 4), 1e6)}, ValueError, "after the cast from torch.float32", id="cast"),
-        pytest.param({A: torch.ones(4, 6, dtype=torch.int32)}, TypeError, "int32", id="integers"),
         pytest.param({A: torch.ones(4, 6).to(torch.float8_e4m3fn)}, TypeError, "float8_e4m3fn", id="fp8"),
         pytest.param({A: [[1.0]]}, TypeError, "must be a torch.Tensor, got list", id="no tensor"),
-        pytest.param({A.replace("lora_A", "lora_A.default"): torch.ones(4, 6)}, ValueError, "both A", id="twice A"),
-        pytest.param({"m.q_proj.weight": torch.ones(1)}, ValueError, "unsupported LoRA weight", id="other name"),
     ],
 )
-def test_bad_tensors(changes, error, message):
-    tensors = {name: tensor for name, tensor in {**pair(), **changes}.items() if tensor is not None}
+def test_bad_tensors_in_memory(changes, error, message):
     with pytest.raises(error, match=message):
-        LoRAModel.from_lora_tensors(1, tensors, helper(), dtype=torch.float16 if "cast" in message else None)
-
-
-def test_unexpected_modules_are_all_listed_before_any_tensor_is_read(tmp_path):
-    tensors = {"x.router.lora_A.weight": torch.ones(4, 2), "x.gate.lora_A.weight": torch.full((4, 2), float("nan"))}
-    save_file({**pair(), **tensors}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=r"\['x.gate', 'x.router'\].*\['q_proj'\]"):
-        LoRAModel.from_local_checkpoint(tmp_path, ["q_proj"], helper())
-
-
-def test_missing_pickled_and_damaged_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match=tmp_path.name):
-        LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper())
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        LoRAModel.from_local_checkpoint(tmp_path / "nowhere", EXPECTED, helper())
-    (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
-    with pytest.raises(ValueError, match=r"convert the adapter to adapter_model.safetensors"):
-        LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper())
-    file = tmp_path / "adapter_model.safetensors"
-    for content in (b"", b"garbage that is no header"):
-        file.write_bytes(content)
-        with pytest.raises(ValueError, match="not a valid safetensors file"):
-            LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper())
-    save_file({}, file)
-    with pytest.raises(ValueError, match="no LoRA tensors at all"):
-        LoRAModel.from_local_checkpoint(tmp_path, EXPECTED, helper())
+        LoRAModel.from_lora_tensors(1, {**pair(), **changes}, helper(), dtype=torch.float16)
 
 
 def test_a_mapper_cannot_make_names_without_end():

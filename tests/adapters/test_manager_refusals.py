@@ -1,8 +1,10 @@
-"""Calls that must be refused, with both caches full or pinned: nothing may change."""
+"""Adapters that must be refused, with both caches full or pinned: nothing may change."""
+
+from pathlib import Path
 
 import pytest
 import torch
-from adapter_world import QKV, adapter, adapter_tensors, decode, full_manager, unchanged
+from adapter_world import QKV, Tenants, adapter, adapter_tensors, decode, full_manager, unchanged
 
 from punica.adapters import LoRALayerWeights, LoRAModel
 
@@ -10,29 +12,102 @@ TENSORS = adapter_tensors(seed=3)
 UP_A = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
 UP_B = UP_A.replace("lora_A", "lora_B")
 UNKNOWN_A, UNKNOWN_B = UP_A.replace("layers.0", "layers.9"), UP_B.replace("layers.0", "layers.9")
-BAD_FOLDERS = {
-    "config": ({}, {"use_dora": True}, ValueError, "use_dora"),
-    "rank too large": ({}, {"r": 9}, ValueError, "rank 9 exceeds max_lora_rank 8"),
-    "unexpected module": ({"m.router.lora_A.weight": torch.ones(4, 2)}, {}, ValueError, r"\['m.router'\]"),
-    "unknown layer": ({UNKNOWN_A: torch.ones(4, 24), UNKNOWN_B: torch.ones(40, 4)}, {}, ValueError, r"layers\.9\.mlp"),
-    "A too wide": ({UP_A: torch.ones(4, 25)}, {}, ValueError, "gate_up_proj.*24 columns, got 25"),
-    "NaN": ({UP_A: torch.full((4, 24), float("nan"))}, {}, ValueError, "NaN"),
-    "integers": ({UP_A: torch.ones(4, 24, dtype=torch.int8)}, {}, TypeError, "I8"),
-    "scaled B overflows": ({UP_B: torch.full((40, 4), 3e38)}, {"lora_alpha": 400}, ValueError, "after scaling"),
+INF = torch.randn(40, 4).index_put_((torch.tensor(9), torch.tensor(3)), torch.tensor(float("-inf")))
+BAD_TENSORS = {
+    "A without B": ({UP_B: None}, "up_proj.*A without B"),
+    "B without A": ({UP_A: None}, "up_proj.*B without A"),
+    "nothing": (dict.fromkeys(TENSORS), "no LoRA tensors"),
+    "1-D": ({UP_A: torch.ones(4)}, r"2-D.*\(4,\)"),
+    "A and B disagree": ({UP_A: torch.ones(3, 24)}, "rank 3.*rank 4"),
+    "config": ({UP_A: torch.ones(2, 24), UP_B: torch.ones(40, 2)}, "rank 2.*config says 4"),
+    "NaN": ({UP_A: torch.full((4, 24), float("nan"))}, "up_proj.*A contains NaN"),
+    "inf": ({UP_B: INF}, "up_proj.*B contains NaN or inf"),
+    "twice A": ({UP_A.replace("lora_A", "lora_A.default"): torch.ones(4, 24)}, "both A"),
+    "other name": ({"m.q_proj.weight": torch.ones(1)}, "unsupported LoRA weight"),
+    "unexpected modules": (
+        {f"m.{name}.lora_A.weight": torch.ones(4, 2) for name in ("router", "gate")}, r"\['m.gate', 'm.router'\]",
+    ),
+    "unknown layer": ({UNKNOWN_A: torch.ones(4, 24), UNKNOWN_B: torch.ones(40, 4)}, r"layers\.9\.mlp"),
+    "A too wide": ({UP_A: torch.ones(4, 25)}, "gate_up_proj.*24 columns, got 25"),
+    "integers": ({UP_A: torch.ones(4, 24, dtype=torch.int8)}, "I8"),
+    "FP8": ({name: t.to(torch.float8_e4m3fn) for name, t in TENSORS.items()}, "F8_E4M3; LoRA tensors must be float16"),
+}  # fmt: skip
+OFF = (
+    "lora_bias", "trainable_token_indices", "layer_replication", "use_qalora", "use_bdlora", "kasa_config",
+    "arrow_config", "monteclora_config",
+)  # fmt: skip
+BAD_CONFIGS = {
+    "no r": ({"r": None}, "'r'"),
+    "no r of IA3": ({"r": None, "peft_type": "PeftType.IA3"}, "'IA3', only 'LORA'.*lacks"),
+    "XLORA": ({"r": None, "peft_type": "XLORA"}, "'XLORA', whose router.*mixture"),
+    "IA3": ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+    "two missing": ({"lora_alpha": None, "target_modules": None}, "alpha.*target_mod"),
+    "no targets": ({"target_modules": []}, "target_modules"),
+    "targets int": ({"target_modules": 5}, "target_modules must be a str or a list.*5"),
+    "rslora str": ({"use_rslora": "false"}, "use_rslora must be a bool.*'false'"),
+    "rank 0": ({"r": 0}, "r is 0"),
+    "rank bool": ({"r": True}, "r must be an int.*True"),
+    "alpha str": ({"lora_alpha": "x"}, "lora_alpha must be a number.*'x'"),
+    "alpha inf": ({"lora_alpha": float("inf")}, "lora_alpha must be finite.*inf"),
+    "alpha huge": ({"lora_alpha": 10**400}, "lora_alpha must be finite.*huge"),
+    "pattern rank 0": ({"rank_pattern": {"q": 0}}, r"rank_pattern\['q'\] is 0"),
+    "pattern no dict": ({"rank_pattern": [4]}, "rank_pattern must be a dict"),
+    "bad regex": ({"alpha_pattern": {"(": 1}}, r"'\(' is not a regular expression"),
+    "DoRA": ({"use_dora": True}, "use_dora"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, r"modules_to_save is set \(\['lm_head'\]\)"),
+    "activated": ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+    "all that is not served": (dict.fromkeys(OFF, True), ".*".join(OFF)),
+    "rank too large": ({"r": 9}, "rank 9 exceeds max_lora_rank 8"),
+    "rank of a pattern": ({"rank_pattern": {".*q_proj": 64}}, "rank 64 exceeds max_lora_rank 8"),
+    "scaled B overflows": ({"lora_alpha": 1e40}, "after scaling"),
 }
+TYPES = ("integers", "FP8", "targets int", "rslora str", "rank bool", "alpha str", "pattern no dict")
 
 
-@pytest.mark.parametrize("case", BAD_FOLDERS)
+@pytest.mark.parametrize("case", [*BAD_TENSORS, *BAD_CONFIGS])
 def test_a_bad_folder_changes_nothing(make_manager, tenants, case):
-    changes, config, error, message = BAD_FOLDERS[case]
     manager = full_manager(make_manager, tenants)
-    tenants.write(3, TENSORS | changes, **config)
+    changes, message = BAD_TENSORS.get(case, ({}, ""))
+    config, message = BAD_CONFIGS.get(case, ({}, message))
+    tensors = {name: tensor for name, tensor in {**TENSORS, **changes}.items() if tensor is not None}
+    tenants.write(3, tensors, **config)
     with unchanged(manager):
-        with pytest.raises(error, match=message) as caught:
+        with pytest.raises(TypeError if case in TYPES else ValueError, match=message) as caught:
             manager.set_active_adapters([tenants.request(2), tenants.request(3)], decode(2, 3))
         assert str(caught.value).count("cannot load adapter 'tenant 3' from") == 1
         assert str(tenants.root) in str(caught.value)
         assert caught.value.__cause__ is not None
+
+
+def test_folders_that_lack_a_file_or_cannot_be_read_change_nothing(make_manager, tenants: Tenants) -> None:
+    manager = full_manager(make_manager, tenants)
+    folder = tenants.write(3, TENSORS)
+    config, weights, pickled = (
+        folder / name for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+    )
+
+    def refused(error: type[Exception], message: str, path: Path = folder) -> None:
+        with unchanged(manager), pytest.raises(error, match=message):
+            manager.add_adapter(tenants.request(3, lora_path=str(path)))
+
+    refused(FileNotFoundError, "nowhere", folder / "nowhere")
+    refused(FileNotFoundError, r"adapter_config\.json; a folder inside has one, pass that", folder.parent)
+    good = config.read_bytes()
+    for content in (b"{not json", b"\xff\xfe{"):
+        config.write_bytes(content)
+        refused(ValueError, r"adapter_config\.json.*not valid JSON")
+    config.write_bytes(b"[1]")
+    refused(TypeError, "JSON object, got list")
+    config.unlink()
+    refused(FileNotFoundError, r"adapter_config\.json")
+    config.write_bytes(good)
+    for content in (b"", b"garbage that is no header"):
+        weights.write_bytes(content)
+        refused(ValueError, "not a valid safetensors file")
+    weights.rename(pickled)
+    refused(ValueError, r"convert the adapter to adapter_model\.safetensors")
+    pickled.unlink()
+    refused(FileNotFoundError, folder.name)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +118,9 @@ def test_a_bad_folder_changes_nothing(make_manager, tenants, case):
         ({QKV: LoRALayerWeights(QKV, 4, 4, torch.ones(4, 24), torch.ones(47, 4))}, ValueError, "47 rows"),
         ({QKV: LoRALayerWeights(QKV, 9, 9, torch.ones(9, 24), torch.ones(48, 9))}, ValueError, "rank 9 exceeds"),
         ({QKV: LoRALayerWeights(QKV, 4, 4, None, None)}, RuntimeError, "not set"),
+        ({QKV: LoRALayerWeights(QKV, 4, 4, torch.ones(4, 24, device="meta"), torch.ones(48, 4))}, TypeError, "meta"),
     ],
-    ids=["empty", "unknown", "rows", "rank", "shell"],
+    ids=["empty", "unknown", "rows", "rank", "shell", "meta"],
 )
 def test_a_bad_model_in_memory_changes_nothing(make_manager, tenants, loras, error, message):
     manager = full_manager(make_manager, tenants)

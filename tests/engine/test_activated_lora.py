@@ -1,7 +1,6 @@
 """Activated LoRA in the engine, with the PEFT library in float32 as the oracle of tokens and log-probabilities."""
 
 import json
-from random import Random
 
 import peft
 import pytest
@@ -130,25 +129,3 @@ def test_a_prefix_of_the_base_serves_16_adapters_and_is_held_once(
         oracle, engine, ((*CONTEXT[:36], 5, 6), 11, 5), ((*CONTEXT[:33], 7), 12, 5), ((*CONTEXT[:36], 5), 1, 5)
     )
     assert sum(step.num_hit_tokens for step in steps) == 36 + 32, "a plain adapter has its own prefix"
-
-
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))])
-def test_scenarios(backbone, oracle, monkeypatch, seed: int) -> None:
-    """Requests with shared beginnings, invocations anywhere, turns of a chat, few blocks, chunks and cache or not."""
-    chance = Random(seed)
-    monkeypatch.setattr(ModelRunner, "works_ahead", chance.random() < 0.5)
-    sizes = {"block_size": chance.choice((1, 3, 4)), "max_batch_size": 4, "max_loras": chance.choice((2, 5))}
-    sizes |= {"num_blocks": 72 // sizes["block_size"]} if chance.random() < 0.5 else {}
-    if chance.random() < 0.7:
-        sizes |= {"admission": "chunked", "prefill_chunk": chance.choice((1, 2, 5, 16))}
-    engine = backbone.engine(prefix_cache=chance.random() < 0.8, **sizes)
-    for _ in range(2):
-        wishes = []
-        for _ in range(4):
-            number = chance.choice((0, 1, 4, 11, 12, 13))
-            prompt = [*CONTEXT[: chance.randint(1, 20)]]
-            for _ in range(chance.randint(0, 2)):
-                prompt += [*chance.choice(list(INVOCATIONS.values())), *CONTEXT[: chance.randint(0, 6)]]
-            wishes.append((tuple(prompt), number, chance.randint(1, 6)))
-        check(oracle, engine, *wishes)
-    assert engine.blocks.num_free == engine.blocks.num_blocks

@@ -1,6 +1,5 @@
 """Adapters that come as tensors: the tokens of the folder, and each request one version while they are replaced."""
 
-import random
 import threading
 from pathlib import Path
 
@@ -75,15 +74,6 @@ def test_replaced_while_it_serves_each_request_has_one_version(backbone, engine,
         assert threading.main_thread() not in [thread for _, thread in loads[1:]], "packed beside the steps of others"
 
 
-def test_all_versions_queued_at_once_are_served_in_order(backbone, engine) -> None:
-    adapters, order = {version: in_memory(backbone, version) for version in (1, 2, 3)}, [1, 1, 2, 3, 3, 1, 2]
-    states = [
-        engine.add_request(Request(str(i), [version, i], 5, adapters[version])) for i, version in enumerate(order)
-    ]
-    finish(engine)
-    assert all(is_of(backbone, state, version) for state, version in zip(states, order, strict=True))
-
-
 def test_the_same_tensors_are_loaded_once_however_often_they_are_asked_for(backbone, engine, loads) -> None:
     adapter = in_memory(backbone, 2)
     for _ in range(3):
@@ -122,37 +112,3 @@ def test_bad_tensors_leave_the_version_before(backbone, engine, when) -> None:
     later = engine.add_request(Request("later", [4, 7], 5, old.adapter))
     finish(engine)
     assert (is_of(backbone, old, 1), is_of(backbone, later, 1)) == (True, True)
-
-
-@pytest.mark.parametrize(("rule", "slots"), [("fcfs", 1), ("fcfs_many", 3), ("resident_first", 3), ("static", 1)])
-def test_random_replacements_and_aborts(backbone, rule, slots) -> None:
-    draw = random.Random(slots)
-    engine = reading_beside(backbone.engine(rule, max_loras=slots))
-    adapters = {(place, v): in_memory(backbone, v, lora_int_id=place) for place in (1, 2) for v in (1, 2, 3)}
-    states = []
-    for number in range(20):
-        place, version = draw.choice(sorted(adapters))
-        request = Request(str(number), [place, number], draw.choice([1, 4, 9]), adapters[place, version])
-        states.append((engine.add_request(request), version))
-        for _ in range(draw.choice([0, 1, 3])):
-            engine.step()
-        if draw.random() < 0.2 and engine._requests:
-            engine.abort_request(draw.choice(sorted(engine._requests)))
-    finish(engine)
-    served = [(state, version) for state, version in states if state.status is RequestStatus.FINISHED]
-    assert len(served) > 8
-    assert all(is_of(backbone, state, version) for state, version in served)
-
-
-def test_adapters_trained_inside_of_another_model_are_renamed(backbone, engine) -> None:
-    """As a vision-language model names the layers of its language model; patterns keep the adapter's own names."""
-    inside = {
-        name.replace("base_model.model.", "base_model.model.language_model."): tensor
-        for name, tensor in tensors_of(backbone, 1).items()
-    }
-    with pytest.raises(ValueError, match="language_model"):
-        engine.manager.check_adapter(in_memory(backbone, 1, tensors=inside))
-    renamed = in_memory(backbone, 1, tensors=inside, weights_mapper={"language_model.": ""})
-    state = engine.add_request(Request("r", [1, 2, 3], 6, renamed))
-    finish(engine)
-    assert is_of(backbone, state, 1)

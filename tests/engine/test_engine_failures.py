@@ -23,46 +23,6 @@ def copied(backbone, tmp_path: Path) -> LoRARequest:
 
 
 @RULES
-def test_aborting_the_last_unfinished_member_of_a_batch_lets_the_queue_go_on(backbone, rule) -> None:
-    engine = backbone.engine(rule)
-    for name, new in (("short", 1), ("long", 20)):
-        backbone.ask(engine, name, [1, 2], 0, new)
-    steps(engine, 3)
-    engine.abort_request("long")
-    queued = backbone.ask(engine, "queued", [3], 0, 5)
-    finish(engine)
-    assert are_served(backbone, queued)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["memory", "interrupt"])
-@RULES
-def test_a_failed_model_invocation_changes_no_token(backbone, monkeypatch, rule, error) -> None:
-    engine = backbone.engine(rule)
-    for cached in (*engine.runner.attention.cache.keys, *engine.runner.attention.cache.values):
-        cached.fill_(float("nan"))  # a prompt that is taken for cached must not go unnoticed
-    wishes = [((1, 2, 3), 1), ((4, 5, 9, 7), 2), ((6, 8), 1)]
-    states = [backbone.ask(engine, str(i), prompt, a, 6) for i, (prompt, a) in enumerate(wishes)]
-    real, calls, failures = engine.runner.launch, [], 0
-
-    def every_third_fails(*step):
-        calls.append(step)
-        if len(calls) % 3 == 2:
-            raise error
-        return real(*step)
-
-    monkeypatch.setattr(engine.runner, "launch", every_third_fails)
-    while engine.has_unfinished():
-        try:
-            engine.step()
-        except (RuntimeError, KeyboardInterrupt):
-            failures += 1
-    assert failures
-    assert are_served(backbone, *states)
-    assert all(state.preemptions == 0 for state in states)  # no blocks ran out
-    finish(engine)
-
-
-@RULES
 def test_an_unloadable_adapter_takes_no_other_request_along(backbone, copied, rule) -> None:
     damage(copied.lora_path)
     engine = backbone.engine(rule)
@@ -73,17 +33,6 @@ def test_an_unloadable_adapter_takes_no_other_request_along(backbone, copied, ru
     assert all("'copy 9'" in error for error in failed.values())
     assert all(state.status is RequestStatus.FAILED and state.output_token_ids == [] for state in states[1::2])
     assert are_served(backbone, *states[::2])
-
-
-@RULES
-def test_an_adapter_removed_under_a_running_request_is_loaded_again(backbone, rule) -> None:
-    engine = backbone.engine(rule, max_loras=2)
-    states = [backbone.ask(engine, str(i), [i, 3], i, 7) for i in (1, 2)]
-    for i in range(12):
-        engine.step()
-        engine.manager.remove_adapter(1 + i % 2)
-    finish(engine)
-    assert are_served(backbone, *states)
 
 
 def test_an_adapter_that_is_loaded_again_takes_the_place_of_no_running_one(backbone, monkeypatch) -> None:

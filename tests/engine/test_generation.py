@@ -56,16 +56,6 @@ def test_numbers_of_other_libraries(backbone) -> None:
         assert tokens_of(engine.generate([prompt], None, torch.tensor(6))) == expected
 
 
-def test_sampling_does_not_depend_on_the_batch(backbone) -> None:
-    """Alone, among others with other parameters, and with preemptions that compute it again."""
-    alone = tokens_of(backbone.engine().generate([PROMPT], backbone.adapters[3], SAMPLED))[0]
-    assert alone != backbone.generate_merged(PROMPT, 3, 12)
-    others = [SamplingParams(14, temperature=0.7, top_k=5), 14, SamplingParams(14, repetition_penalty=1.5)]
-    for engine in (backbone.engine(), backbone.engine(block_size=2, num_blocks=26, max_batch_size=4)):
-        prompts, adapters = [[1], [2, 3], [4], PROMPT], [None, *(backbone.adapters[i] for i in (1, 2, 3))]
-        assert tokens_of(engine.generate(prompts, adapters, [*others, SAMPLED]))[3] == alone
-
-
 def test_requests_without_a_seed_differ_and_repeat_with_the_engine(backbone) -> None:
     params = SamplingParams(12, temperature=1.5)
     runs = [

@@ -76,12 +76,6 @@ def test_nan_that_comes_later_leaves_what_came_before(backbone, monkeypatch, ahe
     assert are_served(backbone, idle, good)
 
 
-def test_generate_returns_the_error_beside_the_others_results(backbone, huge) -> None:
-    results = backbone.engine().generate([[1, 2], [1, 2], [1, 2]], [huge, None, backbone.adapters[1]], 4)
-    assert [result.finish_reason for result in results] == ["failed", "length", "length"]
-    assert [result.token_ids for result in results[1:]] == [backbone.generate_merged((1, 2), i, 4) for i in (0, 1)]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("graphs", [False, True])

@@ -4,13 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
 
 from punica.engine import Engine, Request, SamplingParams
 from punica.engine.pretrained import GenerationDefaults
@@ -71,50 +64,12 @@ def test_a_mixed_batch_equals_the_reference() -> None:
     assert all(drawn[row] or int(greedy[row]) == int(best[row]) for row in range(len(requests)))
 
 
-@pytest.mark.parametrize(
-    ("fields", "output"),
-    [
-        ({"logit_bias": {5: -3.5, 40: 10.0}}, OUTPUTS[0]), ({"min_tokens": 4}, OUTPUTS[1]),
-        ({"bad_words": [[40], [17, 33], [5, 40, 2]]}, OUTPUTS[2]), ({"bad_words": [[17, 33]]}, OUTPUTS[3]),
-        ({"bad_words": [[33]], "min_tokens": 2, "repetition_penalty": 1.4, "logit_bias": {2: 4.0, 7: 9.0}}, OUTPUTS[1]),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_processors_of_transformers_give_the_same(fields, output) -> None:
-    params = SamplingParams(9, **fields)
-    request = state(params, output=output)
-    chain = LogitsProcessorList()
-    if params.logit_bias:
-        chain.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in params.logit_bias}))
-    if params.repetition_penalty != 1:
-        chain.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    if params.bad_words:
-        chain.append(NoBadWordsLogitsProcessor([list(word) for word in params.bad_words]))
-    if params.min_tokens:
-        prompt = len(request.token_ids) - len(output)
-        chain.append(MinNewTokensLengthLogitsProcessor(prompt, params.min_tokens, list(ENDS)))
-    scores = logits_of(1)
-    expected = chain(torch.tensor([request.token_ids]), scores.clone())
-    adjust_scores(scores, [request])
-    torch.testing.assert_close(scores, expected)
-
-
 def test_plain_greedy_requests_keep_their_path() -> None:
     """No table is made and nothing but the argmax decides, also beside requests that are adjusted."""
     best = torch.tensor([3, 4])
     assert choose_tokens(logits_of(2), [state(SamplingParams()), state(SamplingParams(logprobs=2))], best) is best
     found = choose_tokens(logits_of(2), [state(SamplingParams()), state(SamplingParams(presence_penalty=1))], best)
     assert int(found[0]) == 3
-
-
-def test_which_requests_are_adjusted() -> None:
-    for fields in SETTINGS.values():
-        params = SamplingParams(9, **fields)
-        assert (params.is_greedy, params.adjusts) == (False, True)
-    # load generators ask for both: no token is to be banned
-    assert SamplingParams(9, ignore_eos=True, min_tokens=9).is_greedy
-    assert SamplingParams(9, ignore_eos=True, min_tokens=9, stop_token_ids=(3,)).adjusts
-    assert SamplingParams(9, min_tokens=9).adjusts
 
 
 # --- in the engine ---------------------------------------------------------------------------------------------------

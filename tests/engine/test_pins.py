@@ -43,18 +43,6 @@ def test_mixed_requests_are_served_beside_pins(backbone, serve, mixed_wishes, mi
     assert engine.manager.pinned_adapters == set(pinned)
 
 
-@pytest.mark.parametrize("rule", ["fcfs", "single_adapter", "static_mixed"])
-def test_pinning_over_running_requests_costs_no_token(backbone, rule) -> None:
-    """The pin takes the slot of a running request, which waits for the other one to finish and is computed again."""
-    engine = backbone.engine(rule, max_loras=2)
-    states = [backbone.ask(engine, str(i), [i + 1, 7], i, new) for i, new in ((1, 6), (2, 9))]
-    steps(engine, 3)
-    pin(engine, backbone, 3)
-    finish(engine)
-    assert are_served(backbone, *states)
-    assert 3 in engine.manager.lora_index_to_id
-
-
 def test_a_request_that_could_wait_for_ever_is_refused_on_arrival(backbone) -> None:
     engine = backbone.engine(max_loras=2)
     pin(engine, backbone, 1, 2)

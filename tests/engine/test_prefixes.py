@@ -6,7 +6,6 @@ from punica.adapters import LoRAModel, LoRARequest, write_random_adapter
 from punica.engine import Engine, EngineConfig, Request
 from punica.engine.runner import ModelRunner
 from punica.parallel import spawn_tensor_parallel
-from punica.scheduling import SamplingParams
 from tests.world import are_served, finish, tokens_of
 
 PREFIX = tuple(range(40, 72))
@@ -45,65 +44,6 @@ def test_prompts_share_the_rows_of_a_step_and_decode_rows_never_wait(backbone, m
     assert tokens[:4] == [["0"], ["0"], ["0", "1"], ["0", "1", "2", "3"]]
     for i, (state, prompt) in enumerate(zip(states, prompts, strict=True)):
         assert state.output_token_ids == backbone.generate_merged(prompt, i, 6)
-
-
-@pytest.mark.parametrize("fails_in", ["launch", "read", "forgotten", "aborted", "used"])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_prompt_under_way_loses_no_row_twice(backbone, monkeypatch, ahead, fails_in) -> None:
-    """A step that fails, is dropped, or runs beside calls that use adapters: the prompt goes on, or begins again."""
-    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
-    engine = backbone.engine("chunked", prefill_chunk=4, prefix_cache=fails_in == "read", block_size=4)
-    for cached in (*engine.runner.attention.cache.keys, *engine.runner.attention.cache.values):
-        cached.fill_(float("nan"))
-    states = [engine.add_request(Request(str(i), PREFIX[i : 17 + i], 5, backbone.adapters.get(i))) for i in range(3)]
-    launch, count = engine.runner.launch, 0
-
-    def often_fails(*given):
-        nonlocal count
-        count += 1
-        if count % 5 == 3:
-            raise KeyboardInterrupt
-        return launch(*given)
-
-    if fails_in == "launch":
-        monkeypatch.setattr(engine.runner, "launch", often_fails)
-    for step in range(200):
-        if not engine.has_unfinished():
-            break
-        if fails_in == "read" and step % 7 == 3:
-            with monkeypatch.context() as patched:
-                patched.setattr("punica.engine.sampler.PendingCopy.tolist", lambda _: (_ for _ in ()).throw(KeyError))
-                with pytest.raises(KeyError):
-                    engine.step()
-            continue
-        if fails_in == "forgotten" and step % 2:
-            engine.forget_next()
-        if fails_in == "used":
-            engine.manager.add_adapter(backbone.adapters[5])
-        if fails_in == "aborted" and step == 2:
-            engine.abort_request("0")
-        try:
-            engine.step()
-        except KeyboardInterrupt:
-            assert fails_in == "launch"
-    for i, state in enumerate(states):
-        if (i, fails_in) != (0, "aborted"):
-            assert state.output_token_ids == backbone.generate_merged(PREFIX[i : 17 + i], i, 5)
-    assert engine.blocks.num_free == engine.blocks.num_blocks
-    assert engine.scheduler.partial is None
-
-
-def test_samples_and_log_probabilities_of_pieces_are_none(backbone) -> None:
-    params = SamplingParams(4, temperature=0.7, seed=3, logprobs=2, repetition_penalty=1.2)
-    outputs = []
-    for engine in (backbone.engine(), backbone.engine("chunked", prefill_chunk=5)):
-        state = engine.add_request(Request("a", PREFIX[:17], params, backbone.adapters[2]))
-        finish(engine)
-        outputs.append(state)
-    assert outputs[0].output_token_ids == outputs[1].output_token_ids
-    assert len(outputs[1].logprobs) == 4
-    for one, other in zip(outputs[0].logprobs, outputs[1].logprobs, strict=True):
-        assert one == pytest.approx(other, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -225,25 +165,6 @@ def test_an_interrupt_while_an_adapter_is_hashed(backbone, monkeypatch, ahead, a
             finish(engine)
     finish(engine)
     assert are_served(backbone, first, second)
-
-
-def test_free_blocks_are_never_read(backbone) -> None:
-    """Poison in blocks that no request owns and that are not registered; and evictions, when there are no others."""
-    engine = backbone.engine("chunked", prefill_chunk=6, prefix_cache=True, block_size=4, num_blocks=14)
-    evicted = 0
-    for turn in range(12):
-        free = [block for block in range(14) if not engine.blocks._used[block]]
-        for cached in (*engine.runner.attention.cache.keys, *engine.runner.attention.cache.values):
-            for block in free:
-                cached[4 * block : 4 * block + 4] = float("nan")
-        start = turn % 5
-        prompts = [(*PREFIX[start : start + 13], i, turn // 6) for i in range(2)]
-        outputs, steps = run(
-            engine, *(Request(str(i), prompt, 9, backbone.adapters.get(i)) for i, prompt in enumerate(prompts))
-        )
-        assert outputs == [backbone.generate_merged(prompt, i, 9) for i, prompt in enumerate(prompts)]
-        evicted += totals(steps)[2]
-    assert evicted > 20
 
 
 def test_a_preempted_request_gets_its_blocks_back(backbone) -> None:

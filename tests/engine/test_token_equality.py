@@ -6,7 +6,6 @@ import pytest
 
 from punica.engine import Engine, EngineConfig
 from punica.scheduling.admission import MOST_OVERTAKES
-from tests.world import are_served, finish
 
 LONGEST = 7
 
@@ -31,22 +30,6 @@ def test_mixed_batches_equal_merged_models_one_by_one(backbone, mixed_wishes, mi
     engine = backbone.engine(**sizes)
     assert serve(engine, mixed_wishes) == mixed_tokens
     assert len(engine.manager) <= engine.manager.lora_slots
-
-
-@pytest.mark.parametrize("admission", ["fcfs", "single_adapter"])
-def test_preemption_and_readmission_change_no_token(backbone, admission) -> None:
-    """8 requests that grow from 1 to 8 blocks in a cache of 10: several preemptions."""
-    engine = backbone.engine(admission, block_size=4, num_blocks=10)
-    adapter_ids = [1, 2, 3, 0, 1, 2, 3, 0] if admission == "fcfs" else [2] * 8
-    requests = [backbone.ask(engine, f"r{i}", [i + 1] * 3, one, 29) for i, one in enumerate(adapter_ids)]
-    interrupted = 0
-    while engine.has_unfinished():
-        engine.step()
-        interrupted += sum(1 for request in engine.scheduler.waiting if request.output_token_ids)
-    assert sum(request.preemptions for request in requests) >= 4
-    assert interrupted > 0  # some were preempted in the middle of their output
-    assert are_served(backbone, *requests)
-    finish(engine)
 
 
 def test_backbone_only_engine_ignores_adapters_when_told_to(backbone, mixed_wishes) -> None:

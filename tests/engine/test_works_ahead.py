@@ -1,7 +1,5 @@
 """Overlap scheduling: the next step is launched during this one; a wrong guess costs no token."""
 
-from dataclasses import replace
-from random import Random
 from shutil import copytree, rmtree
 from unittest.mock import Mock
 
@@ -12,18 +10,13 @@ from experiments.simulator import StepCost, Trace, simulate
 from experiments.workload import RequestLengths
 from punica.adapters import LoRARequest
 from punica.cluster import ClusterPolicy
-from punica.engine import Engine, EngineConfig, Request
+from punica.engine import Engine, Request
 from punica.engine.overlap import Overlap
 from punica.engine.runner import ModelRunner
 from punica.engine.sampler import PendingCopy
 from punica.scheduling import RequestState, SamplingParams
 from tests.world import are_served, steps
 from tests.world import finish as finished
-
-ADJUSTMENTS = (
-    {"repetition_penalty": 1.3}, {"frequency_penalty": 0.8}, {"presence_penalty": 1.5}, {"logit_bias": {5: 3.0}},
-    {"bad_words": [[token, other] for token in range(0, 256, 3) for other in (7, 9, 50)]}, {"min_tokens": 3},
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -202,89 +195,6 @@ def test_an_adapter_that_cannot_be_loaded_ahead_fails_its_request_alone(backbone
     assert output.tokens.keys() == {"first"}
     finish(engine)
     assert are_served(backbone, first, behind)
-
-
-@pytest.mark.parametrize(
-    "adjusts", [{"repetition_penalty": 1.2}, {"frequency_penalty": 1.0}, {"bad_words": [[3, 4]]}], ids=str
-)
-def test_adjustments_that_need_tokens_on_the_host_are_not_begun(backbone, begun, adjusts) -> None:
-    """A prompt with one joins ahead: its tokens are known."""
-    engine = backbone.engine(max_batch_size=2)
-    backbone.ask(engine, "plain", [5, 1], 0, 9)
-    backbone.ask(engine, "penalised", [5, 1], 0, SamplingParams(max_new_tokens=4, **adjusts))
-    finish(engine)
-    assert [[request.request_id for request in layout.requests] for layout in begun] == [
-        ["penalised", "plain"], *[["plain"]] * 4,
-    ]  # fmt: skip
-
-
-def _abort_and_pin(engine: Engine, chance: Random) -> None:
-    """Change the pin at times, and abort one of the youngest requests, which loses what is compared of it."""
-    if chance.random() < 0.15:
-        _unpin(engine)
-        if (adapter_id := chance.randint(1, 6)) in engine.manager.list_adapters():
-            engine.manager.pin_adapter(adapter_id)
-    if chance.random() < 0.15 and engine.scheduler.running:
-        engine.abort_request(engine.scheduler.running[-1].request_id)
-
-
-def _unpin(engine: Engine) -> None:
-    for adapter_id in list(engine.manager.pinned_adapters):
-        engine.manager.unpin_adapter(adapter_id)
-
-
-@pytest.mark.slow
-def test_random_runs_give_what_steps_in_turn_give(backbone, begun, monkeypatch) -> None:
-    """Arrivals, aborts, pins, ends and preemptions at random steps; samples, penalties, log-probabilities."""
-    outputs = []
-    for ahead in (False, True):
-        monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
-        engine, states = backbone.engine(max_loras=4, max_batch_size=4, block_size=2, num_blocks=16), []
-        for step in range(60):
-            chance = Random(f"0 {step}")  # whatever the engine did
-            for _ in range(chance.randrange(3) if step < 40 else 0):
-                wishes = {"max_new_tokens": chance.randint(1, 16), "stop_token_ids": chance.sample(range(256), 8)}
-                wishes |= {} if chance.random() < 0.6 else {"temperature": 0.8, "seed": chance.randrange(99)}
-                wishes |= {} if chance.random() < 0.8 else {"logprobs": 2}
-                wishes |= {} if chance.random() < 0.8 else chance.choice(ADJUSTMENTS)
-                prompt = [chance.randrange(256) for _ in range(chance.randint(1, 9))]
-                params = SamplingParams(**wishes)
-                states.append(backbone.ask(engine, f"r{len(states)}", prompt, chance.randrange(7), params))
-            _abort_and_pin(engine, chance)
-            engine.step()
-        _unpin(engine)
-        finish(engine)
-        outputs.append(states)
-    ended = [pair for pair in zip(*outputs, strict=True) if "aborted" not in {one.finish_reason for one in pair}]
-    for one, other in ended:
-        assert one.output_token_ids == other.output_token_ids
-        assert one.finish_reason == other.finish_reason
-        assert list(map(list, one.logprobs)) == list(map(list, other.logprobs))
-    assert sum(state.preemptions for state in outputs[1]) > 0
-    assert len(ended) > 20
-    assert sum(layout.num_prefill_rows > 0 for layout in begun) > 15
-
-
-@pytest.mark.parametrize("change", ["slots move", "a pin", "a version"])
-def test_adapters_that_change_under_a_begun_step(backbone, change) -> None:
-    """Running requests are computed with their own adapters when another one takes a slot, a pin or an id of theirs."""
-    config = EngineConfig(max_batch_size=2, max_model_len=64)
-    engine = Engine(backbone.model(), config.lora_config(16, max_loras=2, max_cpu_loras=8), config)
-    states = [backbone.ask(engine, f"r{i}", [3 + i, 1], i, 12) for i in (1, 2)]
-    steps(engine, 4)
-    assert engine.is_ahead
-    if change == "a version":
-        engine.manager.add_adapter(replace(backbone.adapters[3], lora_int_id=1, load_inplace=True))
-    elif change == "a pin":
-        engine.manager.pin_adapter(1)
-        engine.manager.add_adapter(backbone.adapters[3])
-        engine.manager.unpin_adapter(1)
-        engine.manager.pin_adapter(3)
-        assert engine.step().statistics.num_preempted == 1
-    else:
-        engine.manager.add_adapter(backbone.adapters[3])
-    finish(engine)
-    assert are_served(backbone, *states)
 
 
 def test_a_static_batch_goes_on_with_the_begun_step_when_a_member_stops(backbone, monkeypatch) -> None:

@@ -45,7 +45,11 @@ def test_choices_count_their_seeds_up() -> None:
 @pytest.mark.parametrize(
     ("fields", "greedy"),
     [({"top_k": 1, "temperature": 1.0}, True), ({"temperature": 1e-9}, True), ({"top_p": 0.5}, True),
-     ({"temperature": 1e-5}, False), ({"repetition_penalty": 1.1}, False)],
+     ({"temperature": 1e-5}, False), ({"repetition_penalty": 1.1}, False), ({"presence_penalty": -2}, False),
+     ({"frequency_penalty": 0.7}, False), ({"logit_bias": {5: -3.5}}, False), ({"bad_words": [[33]]}, False),
+     ({"min_tokens": 9}, False),  # load generators ask for as many as they get: no token is to be banned
+     ({"min_tokens": 9, "ignore_eos": True}, True),
+     ({"min_tokens": 9, "ignore_eos": True, "stop_token_ids": [3]}, False)],
     ids=str,
 )  # fmt: skip
 def test_what_is_greedy(fields, greedy) -> None:

@@ -1,15 +1,17 @@
 """A tiny world and a server of it without sockets, shared by the tests of its API."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+collect_ignore_glob = ["test_*.py"] if find_spec("fastapi") is None else []  # needs the extra serve
+
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
     from tests.serve.world import make_world
 
     return make_world(tmp_path_factory.mktemp("serve"), 4)

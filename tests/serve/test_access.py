@@ -5,9 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
-
 from fastapi.testclient import TestClient
 
 from punica.serve import access

@@ -4,9 +4,6 @@ import logging
 from typing import Any
 
 import pytest
-
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
-
 from fastapi.testclient import TestClient
 
 import punica
@@ -90,8 +87,9 @@ def test_log_probabilities_of_chats(client: Any, alone: Any) -> None:
     body = {"model": "tiny", "messages": CHAT, "max_tokens": 5, "logprobs": True, "top_logprobs": 3}
     (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
     content = choice["logprobs"]["content"]
-    assert bytes(byte for entry in content for byte in entry["bytes"]).decode(errors="replace") == (
-        choice["message"]["content"]
+    assert (
+        bytes(byte for entry in content for byte in entry["bytes"]).decode(errors="replace")
+        == (choice["message"]["content"])
     )
     result = alone.generate([CHAT], None, SamplingParams(5, logprobs=3))[0]
     for entry, expected in zip(content, result.logprobs, strict=True):

@@ -7,11 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
-
 import httpx2
+import pytest
 from safetensors.torch import load_file, save_file
 
 from punica.serve.app import Settings, make_app

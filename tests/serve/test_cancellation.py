@@ -6,11 +6,8 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
-
 import httpx2
+import pytest
 
 from punica.engine import Request, SamplingParams
 from punica.serve.backend import Call

@@ -13,9 +13,6 @@ import pytest
 import torch
 
 from punica import __version__, progress
-
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
-
 from punica.serve import launch
 from punica.serve.cli import main, parse
 from tests.serve.world import served

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
 pytest.importorskip("openai", reason="needs the openai package (extra dev)")
 
 import httpx2

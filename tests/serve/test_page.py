@@ -13,9 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
-
 from fastapi.testclient import TestClient
 
 from punica.engine import Request, SamplingParams

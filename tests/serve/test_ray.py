@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
 pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
 
 import ray
@@ -92,14 +91,12 @@ def test_64_calls_over_8_adapters_survive_a_killed_runner(running: Any, alone: A
         victim = cluster.runners["runner-0001"].actors[0]
         os.kill(ray.get(victim.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
         assert [future.result() for future in again] == expected
-    assert 'punica_runner_losses_total 1.0' in get(url, "/metrics").text
+    assert "punica_runner_losses_total 1.0" in get(url, "/metrics").text
     wait_until(lambda: health(url) == "ok", 120)
     assert f'punica_requests_total{{reason="length"}} {2 * CALLS}.0' in get(url, "/metrics").text
 
 
-def test_a_runner_that_hangs_in_a_step_is_replaced(
-    running: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runner_that_hangs_in_a_step_is_replaced(running: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped by a signal, it neither dies nor replies."""
     world, cluster, url = running
     wait_until(lambda: health(url) == "ok")

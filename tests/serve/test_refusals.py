@@ -4,9 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
-
 from starlette.exceptions import HTTPException
 
 from punica.serve.app import Envelope
@@ -166,9 +163,10 @@ def test_what_of_a_body_cannot_be_read_is_told(client: Any, path: str, content: 
 def test_a_body_of_another_type_names_the_header(client: Any, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}
     content = b'{"model": "tiny", "prompt": "a"}'
-    assert "Content-Type: application/json" in refusal(
-        client.post("/v1/completions", content=content, headers=headers)
-    )["message"]
+    assert (
+        "Content-Type: application/json"
+        in refusal(client.post("/v1/completions", content=content, headers=headers))["message"]
+    )
 
 
 def test_a_body_beyond_the_limit_is_not_read(client: Any) -> None:

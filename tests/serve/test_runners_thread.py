@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
-
 from fastapi.testclient import TestClient
 from safetensors.torch import load_file, save_file
 

@@ -12,12 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import psutil
 import pytest
-
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
-
-import httpx2
 from fastapi import FastAPI
 from starlette.responses import Response
 

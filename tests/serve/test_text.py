@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
-
 from punica.engine import SamplingParams
 from punica.engine.text import TextCodec, text_of
 from punica.serve.forms import (
