@@ -146,10 +146,7 @@ SHORT_CASES = [name for name, (_, _, three_d, _) in RANK_CASES.items() if not th
 """Those that differ in what ranks tell each other: how a slot is laid out is the same on every device."""
 
 
-def run_cases(rank: int, names: list[str], device_type: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What this rank of a group finds."""
-    device = "cpu"
-    if device_type == "cuda":
-        torch.cuda.set_device(rank)
-        device = f"cuda:{rank}"
-    return {name: output_of(name, device, dtype).cpu() for name in names}
+def on_gpu(rank: int, names: list[str]) -> dict[str, Tensor]:
+    """What this rank of a group finds in bfloat16."""
+    torch.cuda.set_device(rank)
+    return {name: output_of(name, f"cuda:{rank}", torch.bfloat16).cpu() for name in names}

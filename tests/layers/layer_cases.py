@@ -12,6 +12,7 @@ from punica import layers
 from punica.config import LoRAConfig
 from punica.layers import from_layer, from_layer_logits_processor
 from punica.metadata import LoRAMapping
+from punica.ops.quant import Fp8Matrix
 from punica.parallel import (
     ColumnParallelLinear,
     LogitsProcessor,
@@ -105,21 +106,20 @@ def config_for(dtype: torch.dtype = torch.float32, max_lora_rank: int = MAX_RANK
     return LoRAConfig(max_lora_rank=max_lora_rank, max_loras=MAX_LORAS, lora_dtype=dtype, **options)
 
 
-def used(slots: list[int]) -> PunicaWrapperBase:
-    """A wrapper on the CPU whose rows use these slots."""
-    wrapper = wrapper_for(config_for(), "cpu")
-    use(wrapper, slots)
-    return wrapper
-
-
 def wrapper_for(config: LoRAConfig, device: str) -> PunicaWrapperBase:
     return get_punica_wrapper(32, 32, device, lora_config=config)
 
 
-def use(wrapper: PunicaWrapperBase, slots: list[int], vocab_size: int = 32) -> None:
+def use(wrapper: PunicaWrapperBase, slots: list[int], vocab_size: int = 32) -> PunicaWrapperBase:
     """The rows of the next step use these slots (-1: no adapter)."""
     ids = [slot + 1 for slot in slots]
     wrapper.update_metadata(LoRAMapping(ids, ids), [*range(1, MAX_LORAS + 1)], MAX_LORAS, vocab_size)
+    return wrapper
+
+
+def used(slots: list[int]) -> PunicaWrapperBase:
+    """A wrapper on the CPU whose rows use these slots."""
+    return use(wrapper_for(config_for(), "cpu"), slots)
 
 
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
@@ -132,6 +132,13 @@ def random_pair(rank: int, in_size: int, out_size: int) -> tuple[Tensor, Tensor]
     """A and B on the CPU, whatever the default device."""
     a, b = torch.randn(rank, in_size, device="cpu"), torch.randn(out_size, rank, device="cpu")
     return a / in_size**0.5, b / rank**0.5
+
+
+def rounded(adapters: dict[int, Pairs], fp8: torch.dtype | None) -> dict[int, Pairs]:
+    """What slots in FP8 leave of the adapters, all where there are none."""
+    if fp8 is None:
+        return adapters
+    return {slot: [tuple(Fp8Matrix.of(w, fp8).real() for w in pair) for pair in of] for slot, of in adapters.items()}
 
 
 def linear_layer(

@@ -54,8 +54,7 @@ def test_it_begins_in_front_of_the_base_product(name, fp8, suited) -> None:
     config = config_for(torch.float32, fp8=fp8)
     layer, _ = linear_layer(LINEAR[name], config)
     wrapper, x, order = wrapper_for(config, "cpu"), torch.randn(len(MIXED), IN), []
-    layer.set_mapping(wrapper)
-    use(wrapper, MIXED)
+    layer.set_mapping(use(wrapper, MIXED))
     expected, base, linear = layer(x), layer._base_output, wrapper.add_linear
     layer._streams = Recorded(order, suited)
 

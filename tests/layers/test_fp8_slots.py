@@ -1,54 +1,14 @@
-"""Slots in FP8: what they hold, how large they are, and that every layer computes with it."""
+"""Slots in FP8: what they hold, and how large they are (what layers compute with them: `test_linear_forward`)."""
 
 import pytest
 import torch
-from layer_cases import (
-    ALONE,
-    DIM,
-    IN,
-    LINEAR,
-    MIXED,
-    ORG,
-    VOCAB,
-    Pairs,
-    assert_close,
-    config_for,
-    embedding_layer,
-    linear_layer,
-    logits_layer,
-    lora_term,
-    random_pair,
-    use,
-    wrapper_for,
-)  # fmt: skip
+from layer_cases import ALONE, IN, LINEAR, config_for, linear_layer, random_pair
 
 from punica.config import LoRAConfig
 from punica.layers import from_layer
 from punica.ops.quant import Fp8Matrix, quantize_per_channel
 from punica.parallel import ReplicatedLinear
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-def rounded(pairs: Pairs, fp8: torch.dtype) -> Pairs:
-    """What FP8 leaves of the adapters."""
-    return [(Fp8Matrix.of(a, fp8).real(), Fp8Matrix.of(b, fp8).real()) for a, b in pairs]
-
-
-@pytest.mark.parametrize(("fp8", "dtype"), [(E4M3, torch.bfloat16), (E5M2, torch.float32)], ids=str)
-@pytest.mark.parametrize("name", ["replicated", "merged-as-one", "variable", "qkv", "row"])
-def test_forward(name, dtype, fp8):
-    config = config_for(dtype, fp8=fp8)
-    layer, adapters = linear_layer(LINEAR[name], config, place=ALONE, bias=False)
-    wrapper = wrapper_for(config, "cpu")
-    layer.set_mapping(wrapper)
-    use(wrapper, MIXED)
-    x = torch.randn(len(MIXED), IN).to(dtype)
-    held = {slot: rounded(pairs, fp8) for slot, pairs in adapters.items()}
-    expected = layer._base_output(x, None).double() + lora_term(x, MIXED, held, torch.float32)
-    assert_close(layer(x), expected)
-    use(wrapper, [-1] * len(MIXED))
-    assert torch.equal(layer(x), layer._base_output(x, None))
+from tests.ops.fp8_batches import E4M3, E5M2
 
 
 def test_slots_are_about_half_as_large():
@@ -97,18 +57,3 @@ def test_fp8_in_slots_of_16_bits_and_groups_of_packed_fp8():
     assert torch.equal(held, whole.values.float())
     assert torch.equal(real, whole.real().bfloat16().float())
     assert torch.equal(plain.lora_a_stacked[0][0, 0, :4], Fp8Matrix.of(a, E4M3).real().bfloat16())
-
-
-def test_embedding_and_logits():
-    config = config_for(torch.float32, fp8=E5M2)
-    wrapper = wrapper_for(config, "cpu")
-    layer, of_layer = embedding_layer(config)
-    logits, head, of_head = logits_layer(config, org=VOCAB)
-    use(wrapper, MIXED, ORG)
-    ids, hidden = torch.randint(0, ORG, (len(MIXED),)), torch.randn(len(MIXED), DIM)
-    one_hot = torch.nn.functional.one_hot(ids, ORG).float()
-    for one, given, x, adapters in ((layer, (ids,), one_hot, of_layer), (logits, (head, hidden), hidden, of_head)):
-        one.set_mapping(wrapper)
-        held = {slot: rounded(pairs, E5M2) for slot, pairs in adapters.items()}
-        expected = one.base_layer(*given).double() + lora_term(x, MIXED, held, torch.float32)
-        assert_close(one(*given), expected)

@@ -1,5 +1,6 @@
 """What each rank keeps and computes, plain and fully sharded: numbered rows, the worked example of two ranks."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,27 +24,12 @@ from punica.parallel import (
     tensor_parallel,
 )
 
-
-def column(**kw):
-    return ColumnParallelLinear(4, 6, bias=False, return_bias=False, **kw)
-
-
-def two(**kw):
-    return MergedColumnParallelLinear(4, [2, 4], bias=False, return_bias=False, **kw)
-
-
-def three(**kw):
-    return MergedColumnParallelLinear(4, [2, 2, 2], bias=False, return_bias=False, **kw)
-
-
-def qkv(**kw):
-    return QKVParallelLinear(4, 1, 2, 2, bias=False, return_bias=False, **kw)
-
-
-def row(**kw):
-    return RowParallelLinear(4, 6, bias=False, return_bias=False, **kw)
-
-
+ALONE = {"bias": False, "return_bias": False}
+column = partial(ColumnParallelLinear, 4, 6, **ALONE)
+two = partial(MergedColumnParallelLinear, 4, [2, 4], **ALONE)
+three = partial(MergedColumnParallelLinear, 4, [2, 2, 2], **ALONE)
+qkv = partial(QKVParallelLinear, 4, 1, 2, 2, **ALONE)
+row = partial(RowParallelLinear, 4, 6, **ALONE)
 # plain class, base layer, slices of the example's six rows (one: adapted as one matrix), and which of them each of two
 # ranks has in its output
 COLUMN_KINDS = {

@@ -20,9 +20,9 @@ from expert_cases import (
     base_layer,
     inputs,
     merged_output,
+    on_gpu,
     output_of,
     rounded,
-    run_cases,
     stacked,
     wrapped,
 )
@@ -34,6 +34,7 @@ from punica.ops.quant import Fp8Matrix
 from punica.parallel import FusedMoE, place_experts, spawn_tensor_parallel
 from punica.parallel.moe import expert_map_of
 from punica.wrapper import PunicaWrapperGPU
+from tests.parallel.thread_ranks import on_threads
 
 close = torch.testing.assert_close
 
@@ -185,17 +186,10 @@ def test_slices_of_gate_and_up_as_one(layout, model, full, wanted):
         assert [labels[int(row)] for row in layer.slice_lora_b(b)[0, :, 0]] == wanted[rank].split()
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, torch.Tensor]]:
-    return spawn_tensor_parallel(run_cases, 2, list(RANK_CASES), "cpu", torch.float32, backend="gloo")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RANK_CASES)
-def test_two_ranks_equal_one(name, found):
-    wanted = output_of(name)
-    for of_rank in found:
-        close(of_rank[name], wanted, rtol=1e-4, atol=1e-4)
+def test_two_ranks_equal_one(name):
+    for found in on_threads(2, lambda rank: output_of(name)):
+        close(found, output_of(name), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu
@@ -204,13 +198,10 @@ def test_a_gpu_equals_the_cpu(name):
     close(output_of(name, "cuda").cpu(), output_of(name), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("device", "backend"),
-    [pytest.param("cpu", "gloo", marks=pytest.mark.slow), pytest.param("cuda", None, marks=pytest.mark.multi_gpu)],
-)
-def test_two_ranks_in_16_bits_equal_one(device, backend):
+@pytest.mark.multi_gpu
+def test_two_gpus_in_16_bits_equal_one():
     """Against float32: an adapter left out, or a sum over one rank only, is ten times as wrong and more."""
-    for of_rank in spawn_tensor_parallel(run_cases, 2, SHORT_CASES, device, torch.bfloat16, backend=backend):
+    for of_rank in spawn_tensor_parallel(on_gpu, 2, SHORT_CASES):
         for name, output in of_rank.items():
             assert output.dtype == torch.bfloat16
             wanted = output_of(name)

@@ -15,6 +15,7 @@ from layer_cases import (
     lora_term,
     on_devices,
     random_pair,
+    rounded,
     under_default_devices,
     use,
     used,
@@ -37,16 +38,16 @@ from punica.parallel import (
     RowParallelLinear,
 )
 from punica.wrapper import PunicaWrapperCPU
+from tests.ops.fp8_batches import E4M3, E5M2
 
 T = len(MIXED)
 
 
-def layer_of(name, dtype=torch.float32, slots=MIXED, device="cpu", **options):
-    """The layer with its adapters and a mapping; its base layer alone."""
-    layer, adapters = linear_layer(LINEAR[name], config := config_for(dtype), device, ALONE, **options)
-    use(wrapper := wrapper_for(config, device), slots)
-    layer.set_mapping(wrapper)
-    return layer, adapters, layer.base_layer
+def layer_of(name, dtype=torch.float32, slots=MIXED, device="cpu", fp8=None, **options):
+    """The layer with its adapters, as slots hold them, and a mapping; its base layer alone."""
+    layer, adapters = linear_layer(LINEAR[name], config := config_for(dtype, fp8=fp8), device, ALONE, **options)
+    layer.set_mapping(use(wrapper_for(config, device), slots))
+    return layer, rounded(adapters, fp8), layer.base_layer
 
 
 @on_devices
@@ -70,14 +71,18 @@ def test_base_plus_lora(name, bias, skip, return_bias, device):
 
 @on_devices
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("replicated", torch.bfloat16), ("variable", torch.float16), ("qkv", torch.bfloat16), ("row", torch.float16)],
-)
-def test_half_precision(name, dtype, device):
-    layer, adapters, base = layer_of(name, dtype, bias=False, device=device)
+    ("name", "dtype", "fp8"),
+    [
+        ("replicated", torch.bfloat16, None), ("variable", torch.float16, None), ("qkv", torch.bfloat16, None),
+        ("row", torch.float16, None), ("replicated", torch.bfloat16, E4M3), ("merged-as-one", torch.float32, E5M2),
+        ("variable", torch.bfloat16, E4M3), ("qkv", torch.float32, E5M2), ("row", torch.bfloat16, E4M3),
+    ],
+)  # fmt: skip
+def test_half_precision_and_fp8(name, dtype, fp8, device):
+    layer, adapters, base = layer_of(name, dtype, bias=False, device=device, fp8=fp8)
     x = torch.randn(T, IN, device=device).to(dtype)
     assert layer(x).dtype == dtype
-    assert_close(layer(x), base(x).cpu().double() + lora_term(x, MIXED, adapters, dtype))
+    assert_close(layer(x), base(x).cpu().double() + lora_term(x, MIXED, adapters, torch.float32 if fp8 else dtype))
 
 
 @under_default_devices

@@ -20,6 +20,7 @@ from layer_cases import (
     lora_term,
     on_devices,
     random_pair,
+    rounded,
     under_default_devices,
     use,
     wrapper_for,
@@ -37,26 +38,26 @@ from punica.layers import (
 from punica.metadata import LoRAMapping
 from punica.parallel import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from punica.wrapper import PunicaWrapperCPU
+from tests.ops.fp8_batches import E5M2
 
 IDS = torch.tensor([0, 9, 3, 17, 7, 14, 19])  # 17 and 19 are added ids
 T = len(MIXED)
 
 
 def mapped(layer, slots=MIXED, vocab_size=ORG):
-    use(wrapper := wrapper_for(config_for(), layer.device), slots, vocab_size)
-    layer.set_mapping(wrapper)
+    layer.set_mapping(use(wrapper_for(config_for(), layer.device), slots, vocab_size))
     return layer
 
 
-def embedding(slots=MIXED, dtype=torch.float32, device="cpu"):
-    layer, adapters = embedding_layer(config_for(dtype), device)
-    return mapped(layer, slots), adapters
+def embedding(slots=MIXED, dtype=torch.float32, device="cpu", fp8=None):
+    layer, adapters = embedding_layer(config_for(dtype, fp8=fp8), device)
+    return mapped(layer, slots), rounded(adapters, fp8)
 
 
-def logits_of(slots=MIXED, dtype=torch.float32, org=ORG, device="cpu", **options):
+def logits_of(dtype=torch.float32, org=ORG, device="cpu", fp8=None, **options):
     processor = LogitsProcessor(VOCAB, **options)
-    layer, head, adapters = logits_layer(config_for(dtype), device, org, processor)
-    return mapped(layer, slots), head, adapters
+    layer, head, adapters = logits_layer(config_for(dtype, fp8=fp8), device, org, processor)
+    return mapped(layer), head, rounded(adapters, fp8)
 
 
 def check(result: Tensor, base: Tensor, x: Tensor, slots, adapters, dtype=torch.float32) -> None:
@@ -70,10 +71,12 @@ def one_hot(ids: Tensor) -> Tensor:
 
 @on_devices
 @pytest.mark.parametrize(
-    ("shape", "ids_dtype", "dtype"), [((T,), torch.int64, torch.bfloat16), ((1, T), torch.int32, torch.float32)]
-)
-def test_embedding_plus_lora(shape, ids_dtype, dtype, device) -> None:
-    layer, adapters = embedding(dtype=dtype, device=device)
+    ("shape", "ids_dtype", "dtype", "fp8"),
+    [((T,), torch.int64, torch.bfloat16, None), ((1, T), torch.int32, torch.float32, None),
+     ((T,), torch.int64, torch.float32, E5M2)],
+)  # fmt: skip
+def test_embedding_plus_lora(shape, ids_dtype, dtype, fp8, device) -> None:
+    layer, adapters = embedding(dtype=dtype, device=device, fp8=fp8)
     ids = IDS.to(device)
     assert layer.weight is layer.base_layer.weight
     result, base = layer(ids.to(ids_dtype).view(shape)), layer.base_layer(ids)
@@ -196,12 +199,12 @@ def test_what_one_thread_captures_says_nothing_of_another(monkeypatch) -> None:
 
 @on_devices
 @pytest.mark.parametrize(
-    ("org", "scale", "soft_cap", "dtype"),
-    [(VOCAB, 1.0, None, torch.bfloat16), (ORG, 0.5, None, torch.float32), (ORG, 1.0, 3.0, torch.float32),
-     (VOCAB, 2.0, 1.5, torch.float32)],
+    ("org", "scale", "soft_cap", "dtype", "fp8"),
+    [(VOCAB, 1.0, None, torch.bfloat16, None), (ORG, 0.5, None, torch.float32, None),
+     (ORG, 1.0, 3.0, torch.float32, None), (VOCAB, 2.0, 1.5, torch.float32, E5M2)],
 )  # fmt: skip
-def test_cap_and_scale_follow_the_lora_term(org, scale, soft_cap, dtype, device) -> None:
-    layer, head, adapters = logits_of(org=org, scale=scale, soft_cap=soft_cap, dtype=dtype, device=device)
+def test_cap_and_scale_follow_the_lora_term(org, scale, soft_cap, dtype, fp8, device) -> None:
+    layer, head, adapters = logits_of(dtype, org, device, fp8, scale=scale, soft_cap=soft_cap)
     hidden = torch.randn(T, DIM, device=device).to(dtype)
     columns = head.column_of_id()[:VOCAB]
     plain = hidden.double() @ head.weight[columns].double().T + head.bias[columns].double()

@@ -14,6 +14,7 @@ from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 from punica.models import LlamaForCausalLM, MixtureOfExpertsForCausalLM, load_model
 from tests.models.moe_world import hugging_face, logits_of, wanted
+from tests.parallel.thread_ranks import on_threads
 
 # 4 heads and 2 kv heads, so that 4 ranks replicate the kv heads; a vocabulary that needs padding
 SIZES: dict[str, Any] = {
@@ -64,6 +65,26 @@ def test_logits_equal_transformers(tmp_path, config) -> None:
     torch.testing.assert_close(logits_of(model, IDS), expected, atol=1e-4, rtol=1e-4)
     if getattr(config, "sliding_window", None):
         assert model.max_context == 40
+
+
+@pytest.mark.parametrize(("tp_size", "heads"), [(2, (2, 1)), (4, (1, 1))], ids=["tp2", "tp4"])
+@pytest.mark.parametrize("name", ["yarn rope", "tied", "biases", "qwen2", "qwen3"])
+def test_ranks_have_the_logits_of_transformers(tmp_path, name, tp_size, heads) -> None:
+    reference = hugging_face(CONFIGS[name])
+    reference.save_pretrained(tmp_path)
+
+    def on_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
+        model = load_model(tmp_path, torch.float32)
+        loaded = logits_of(model, IDS)
+        model.init_random_weights(3)
+        attention = model.model.layers[0].self_attn
+        return loaded, logits_of(model, IDS), (attention.num_heads, attention.num_kv_heads)
+
+    _, alone, _ = on_rank(0)
+    for loaded, random, rank_heads in on_threads(tp_size, on_rank):
+        assert rank_heads == heads
+        torch.testing.assert_close(loaded, wanted(reference, IDS), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(random, alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["separate", "tied"])

@@ -47,7 +47,7 @@ def products(
     ``ranks``: true ranks of the slots, which bound the rows of A, or (``of_b``) the columns of B.
     """
     x, weights = x.cpu().double(), weights.cpu()
-    out = torch.zeros(x.shape[0], weights.shape[-2], dtype=torch.float64)
+    out = torch.zeros(x.shape[0], weights.shape[-2], dtype=torch.float64, device="cpu")
     for row, slot in enumerate(torch.as_tensor(slots).tolist()):
         if slot >= 0:
             live = None if ranks is None else int(ranks[slot])

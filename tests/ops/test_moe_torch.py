@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from punica.ops import collectives, moe_torch, reference
-from punica.ops.collectives import Collectives
+from punica.ops import moe_torch, reference
 from tests.ops.moe_cases import CASES, FP8_CASES, Case, World
 
 
@@ -24,56 +23,6 @@ def test_reference(name):
     switches = (world.case.down, world.case.offset, world.case.add_inputs)
     reference.fused_moe_lora(output, world.x, world.a, world.b, routing, *switches)
     world.check(output)
-
-
-def routing(tokens: int, top_k: int, experts: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some experts out of range, some tokens without adapter."""
-    generator = torch.Generator().manual_seed(tokens + experts)
-    ids = torch.randint(-1, experts + 2, (tokens, top_k), generator=generator)
-    return ids, torch.randint(-1, slots, (tokens,), generator=generator, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "top_k", "experts", "slots"),
-    [(4096, 8, 512, 32), (100, 2, 8, 3), (16, 1, 1, 1), (3, 8, 300, 2), (0, 2, 4, 2)],
-)
-@pytest.mark.parametrize("parallel", [False, True])
-def test_alignment(tokens, top_k, experts, slots, parallel):
-    """Every pair of an enabled slot is there once, in a block of its expert, in order."""
-    ids, mapping = routing(tokens, top_k, experts, slots)
-    ids[: 16 // top_k], mapping[: 16 // top_k] = 0, 0  # whole blocks have no padding
-    expert_map = None
-    if parallel:
-        expert_map = torch.full((experts,), -1, dtype=torch.int32)
-        expert_map[::2] = torch.arange(-(-experts // 2), dtype=torch.int32)
-    enabled = torch.ones(slots + 1, dtype=torch.int32)
-    enabled[-1] = 0
-    enabled[slots // 2] = int(slots == 1)
-    blocks = -(-(tokens * top_k + experts * 15) // 16)
-    outputs = [torch.full((size,), -5, dtype=torch.int32) for size in (slots * blocks * 16, slots * blocks, slots)]
-    lora_ids = torch.tensor([-1, *range(slots)], dtype=torch.int32)
-    moe_torch.moe_lora_align_block_size(
-        ids, mapping, experts, 16, slots, blocks * 16, blocks, *outputs, enabled, lora_ids, expert_map
-    )
-    to_local = list(range(experts)) if expert_map is None else expert_map.tolist()
-    flat, owners, pairs = ids.reshape(-1).tolist(), mapping.tolist(), tokens * top_k
-    wanted: dict[tuple[int, int], list[int]] = {}
-    for pair, expert in enumerate(flat):
-        if 0 <= expert < experts and to_local[expert] >= 0:
-            wanted.setdefault((owners[pair // top_k], to_local[expert]), []).append(pair)
-    for slot, (row, of_block) in enumerate(zip(outputs[0].view(slots, -1), outputs[1].view(slots, -1), strict=True)):
-        if not enabled[slot]:
-            assert set(row.tolist()) <= {-5}
-            continue
-        right, right_blocks = [], []
-        for expert in sorted(expert for of, expert in wanted if of == slot):
-            members = wanted[slot, expert]
-            used = -(-len(members) // 16)
-            right += members + [pairs] * (used * 16 - len(members))
-            right_blocks += [expert] * used
-        assert outputs[2][slot] == len(right)
-        assert row.tolist() == right + [pairs] * (len(row) - len(right))
-        assert of_block.tolist() == right_blocks + [-1] * (len(of_block) - len(right_blocks))
 
 
 INT, LONG = torch.int32, torch.long
@@ -166,19 +115,3 @@ def test_numbers_that_do_not_fit(rank, top_k, switches, message):
     with pytest.raises(ValueError, match=message):
         moe_torch.fused_moe_lora(given, rank, top_k, world.switches._replace(**switches))
     assert torch.equal(given.output, world.y)
-
-
-def test_ranks_that_share_the_lanes_of_a_gather_the_intermediate(monkeypatch):
-    world, parts = World(Case(ranks=(8, 5, 3), slices=2)), []
-
-    def gather(low):
-        parts.append(low.clone())
-        return torch.cat((parts * 2)[:2], -1)
-
-    for rank in range(2):
-        monkeypatch.setattr(collectives, "_installed", Collectives(lambda: 2, lambda rank=rank: rank, None, gather))
-        given = world.given(moe_torch.moe_lora_align_block_size)
-        given = given._replace(lora_a=[a[:, :, 4 * rank : 4 * rank + 4].contiguous() for a in world.a])
-        moe_torch.fused_moe_lora(given, 4, world.case.top_k, world.switches._replace(fully_sharded=True))
-    world.check(given.output)  # of the second rank, which has both parts
-    assert not any(bool(part.isnan().any()) for part in parts), "A beyond its true rank"

@@ -1,5 +1,6 @@
 """Dense methods of both wrappers against a float64 loop over rows: one product per row with its adapter's weights."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from punica.metadata import LoRAMapping
 from punica.wrapper import PunicaWrapperBase, PunicaWrapperCPU, PunicaWrapperGPU
-from tests.ops.helpers import assert_close
+from tests.ops.helpers import assert_close, assert_shrunk, products
 
 L = 4
 ADAPTERS = [11, 12, 13, 14]  # adapter 11 + s lies in slot s
@@ -40,69 +41,54 @@ def weights(n: int, hidden: int, rank: int, widths: list[int], dtype: torch.dtyp
     return tuple(w.to(dtype) for w in a), tuple(w.to(dtype) for w in b)
 
 
-def dense(weight: torch.Tensor, slot: int) -> torch.Tensor:
-    return weight.reshape(L, weight.shape[-2], weight.shape[-1])[slot].double()
-
-
-def expected_linear(y, x, a, b, scale, slots, add_inputs=True, ranks=None):
-    out = y.double().clone()
-    for t, slot in enumerate(slots):
-        column = 0
-        for i in range(len(b)):
-            width = b[i].shape[-2]
-            if slot >= 0:
-                r = a[i].shape[-2] if ranks is None else int(ranks[i, slot])
-                delta = scale * dense(b[i], slot)[:, :r] @ (dense(a[i], slot)[:r] @ x[t].double())
-                old = out[t, column : column + width] if add_inputs else 0
-                out[t, column : column + width] = old + delta
-            column += width
+def added(y, delta, slots, add_inputs=True, start=0):
+    """float64 y with the delta of rows with an adapter in its columns from ``start``."""
+    out, used = y.cpu().double(), torch.as_tensor(slots, device="cpu") >= 0
+    columns = out[: len(slots), start : start + delta.shape[1]]
+    columns[used] = (delta[: len(slots)] + (columns if add_inputs else 0))[used]
     return out
 
 
+def expected_linear(y, x, a, b, scale, slots, add_inputs=True, ranks=None):
+    deltas = []
+    for i, (one_a, one_b) in enumerate(zip(a, b, strict=True)):
+        live = None if ranks is None else ranks[i]
+        deltas.append(products(products(x, one_a, slots, scale, live), one_b, slots, 1.0, live, of_b=True))
+    return added(y, torch.cat(deltas, 1), slots, add_inputs)
+
+
+TRUE_RANKS = [[16, 5, 0, 8], [16, 5, 0, 0]]
+
+
 @pytest.mark.parametrize(
-    ("slots", "hidden", "rank", "widths", "dtype"),
+    ("slots", "hidden", "rank", "widths", "dtype", "options"),
     [
-        (MIXED, 33, 1, [7], torch.float32),
-        (MIXED, 33, 20, [20, 7, 7], torch.bfloat16),
-        (sorted(MIXED)[4:], 33, 8, [5] * 8, torch.float16),
-        ([2], 2049, 24, [31, 5], torch.float32),
+        (MIXED, 33, 1, [7], torch.float32, {}),
+        (MIXED, 33, 20, [20, 7, 7], torch.bfloat16, {}),
+        (sorted(MIXED)[4:], 33, 8, [5] * 8, torch.float16, {}),
+        ([2], 2049, 24, [31, 5], torch.float32, {}),
+        (MIXED, 20, 4, [6, 5], torch.float32, {"add_inputs": False}),
+        (MIXED, 30, 16, [9, 9], torch.float32, {"lora_ranks": TRUE_RANKS}),
     ],
-    ids=["rank 1", "q k v", "grouped, eight slices", "one token, odd hidden size"],
+    ids=["rank 1", "q k v", "grouped, eight slices", "one token, odd size", "overwrite, 3-D weights", "true ranks"],
 )
-def test_linear_equals_dense_rows(slots, hidden, rank, widths, dtype, backend) -> None:
-    """Prefill and decode bit for bit; rows past the mapping are padding."""
-    a, b = weights(len(widths), hidden, rank, widths, dtype)
-    x, y = torch.randn(len(slots) + 5, hidden).to(dtype), torch.randn(len(slots) + 5, sum(widths)).to(dtype)
+def test_linear_equals_dense_rows(slots, hidden, rank, widths, dtype, options, backend) -> None:
+    """Prefill and decode bit for bit; rows past the mapping are padding, and lanes beyond a true rank NaN."""
+    a, b = weights(len(widths), hidden, rank, widths, dtype, four_d="add_inputs" not in options)
+    ranks, given = options.get("lora_ranks"), dict(options)
+    if ranks is not None:
+        given["lora_ranks"] = torch.tensor(ranks, dtype=torch.int32)
+        for i, slot in itertools.product(range(2), range(L)):
+            a[i][slot, 0, ranks[i][slot] :] = b[i][slot, 0, :, ranks[i][slot] :] = float("nan")
+    x, y = torch.randn(len(slots) + 5, hidden).to(dtype), torch.randn(len(slots) + 5, sum(widths) + 2).to(dtype)
     before, prefilled = y.clone(), y.clone()
-    assert wrapper_for(slots, backend=backend).add_lora_linear(y, x, a, b, 0.5, widths) is None
-    assert_close(y[: len(slots)], expected_linear(before[: len(slots)], x, a, b, 0.5, slots))
+    assert wrapper_for(slots, backend=backend).add_lora_linear(y, x, a, b, 0.5, widths, **given) is None
+    assert_close(y, expected_linear(before, x, a, b, 0.5, slots, options.get("add_inputs", True), ranks))
     untouched = [t for t, slot in enumerate([*slots, *[-1] * 5]) if slot < 0]
     assert torch.equal(y[untouched], before[untouched])
-    wrapper_for(slots, None, True, backend).add_lora_linear(prefilled, x, a, b, 0.5, widths)
+    assert torch.equal(y[:, -2:], before[:, -2:])
+    wrapper_for(slots, None, True, backend).add_lora_linear(prefilled, x, a, b, 0.5, widths, **given)
     assert torch.equal(prefilled, y)
-
-
-def test_linear_overwrites_with_add_inputs_false(backend) -> None:
-    a, b = weights(2, 20, 4, [6, 5], torch.float32, four_d=False)
-    x, y = torch.randn(len(MIXED), 20), torch.full((len(MIXED), 13), 9.0)
-    expected = expected_linear(y, x, a, b, 2.0, MIXED, add_inputs=False)
-    wrapper_for(MIXED, backend=backend).add_lora_linear(y, x, a, b, 2.0, (6, 5), add_inputs=False)
-    assert_close(y, expected)
-    assert (y[:, 11:] == 9.0).all()
-    assert (y[[3, 7]] == 9.0).all()
-
-
-def test_true_ranks_hide_the_lanes_beyond_them(backend) -> None:
-    a, b = weights(2, 30, 16, [9, 9], torch.float32)
-    ranks = torch.tensor([[16, 5, 0, 8], [16, 5, 0, 0]], dtype=torch.int32)
-    for i in range(2):
-        for slot in range(L):
-            a[i][slot, 0, ranks[i, slot] :] = float("nan")
-            b[i][slot, 0, :, ranks[i, slot] :] = float("nan")
-    x, y = torch.randn(len(MIXED), 30), torch.randn(len(MIXED), 18)
-    expected = expected_linear(y, x, a, b, 0.5, MIXED, ranks=ranks)
-    wrapper_for(MIXED, backend=backend).add_lora_linear(y, x, a, b, 0.5, (9, 9), lora_ranks=ranks)
-    assert_close(y, expected)
 
 
 @pytest.mark.parametrize("as_tuple", [False, True], ids=["tensor", "tuple"])
@@ -110,35 +96,23 @@ def test_buffer_is_zeroed_and_holds_the_shrink_result(as_tuple: bool) -> None:
     a, b = weights(2, 12, 3, [4, 6], torch.float32)
     x, y = torch.randn(len(MIXED) + 2, 12), torch.zeros(len(MIXED) + 2, 10)
     buffer = torch.full((2, len(x), 3), float("nan"))
-    wrapper_for(MIXED).add_lora_linear(
-        y, x, a, b, 0.5, (4, 6), buffer=tuple(buffer.clone() for buffer in buffer) if as_tuple else buffer
-    )
-    assert_close(y[: len(MIXED)], expected_linear(torch.zeros(len(MIXED), 10), x, a, b, 0.5, MIXED))
-    if not as_tuple:
-        for i in range(2):
-            for t, slot in enumerate([*MIXED, -1, -1]):
-                row = 0.5 * dense(a[i], slot) @ x[t].double() if slot >= 0 else torch.zeros(3).double()
-                torch.testing.assert_close(buffer[i, t].double(), row)
+    given = tuple(buffer) if as_tuple else buffer
+    wrapper_for(MIXED).add_lora_linear(y, x, a, b, 0.5, (4, 6), buffer=given)
+    assert_close(y, expected_linear(torch.zeros_like(y), x, a, b, 0.5, MIXED))
+    for low, one in zip(buffer, a, strict=True):
+        assert_shrunk(low, products(x, one, MIXED, 0.5))
 
 
 def test_three_dimensional_and_non_contiguous_operands() -> None:
     a, b = weights(1, 12, 4, [10], torch.float32)
-    slots = [*MIXED, 0]
-    x = torch.randn(12, len(slots)).t()
-    y = torch.randn(len(slots), 10)
+    slots, x = [*MIXED, 0], torch.randn(12, 12).t()
+    wide = torch.full((12, 14), 7.0)
+    wide[:, 3:13] = y = torch.randn(12, 10)
     expected = expected_linear(y, x, a, b, 1.0, slots)
-    flat = y.clone()
-    wrapper_for(slots).add_lora_linear(flat, x, a, b, 1.0, (10,))
-    assert_close(flat, expected)
-    cube = y.clone().view(3, 4, 10)
-    wrapper_for(slots).add_lora_linear(cube, x.reshape(3, 4, 12), a, b, 1.0, [10])
-    assert_close(cube.view(-1, 10), expected)
-    wide = torch.full((len(slots), 14), 7.0)
-    wide[:, 3:13] = y
-    wrapper_for(slots).add_lora_linear(wide[:, 3:13], x, a, b, 1.0, (10,))
-    assert_close(wide[:, 3:13], expected)
-    assert (wide[:, :3] == 7.0).all()
-    assert (wide[:, 13:] == 7.0).all()
+    for target, rows in ((y.clone(), x), (y.clone().view(3, 4, 10), x.reshape(3, 4, 12)), (wide[:, 3:13], x)):
+        wrapper_for(slots).add_lora_linear(target, rows, a, b, 1.0, [10])
+        assert_close(target.reshape(-1, 10), expected)
+    assert (wide[:, [0, 1, 2, 13]] == 7.0).all()
 
 
 @pytest.mark.parametrize("rows", [10, 65], ids=["fewer than the mapping", "more than the capacity"])
@@ -207,16 +181,11 @@ def test_bad_arguments_raise_and_write_nothing(method: str, case: str) -> None:
 @pytest.mark.parametrize(("as_tuple", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_shrink_accumulates_and_leaves_other_rows(as_tuple: bool, dtype: torch.dtype, backend: type) -> None:
     a, _ = weights(3, 50, 6, [], dtype)
-    x = torch.randn(len(MIXED) + 1, 50).to(dtype)
-    y = torch.randn(3, len(MIXED) + 1, 6)
+    x, y = torch.randn(len(MIXED) + 1, 50).to(dtype), torch.randn(3, len(MIXED) + 1, 6)
     before = y.clone()
     wrapper_for(MIXED, backend=backend).add_shrink(tuple(y) if as_tuple else y, x, a, 0.5)
-    expected = before.double()
-    for i in range(3):
-        for t, slot in enumerate(MIXED):
-            if slot >= 0:
-                expected[i, t] += 0.5 * dense(a[i], slot) @ x[t].double()
-    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+    for new, old, one in zip(y, before, a, strict=True):
+        assert_close(new, added(old, products(x, one, MIXED, 0.5), MIXED))
     untouched = [3, 7, len(MIXED)]
     assert torch.equal(y[:, untouched], before[:, untouched])
 
@@ -228,18 +197,10 @@ def test_expand_into_columns(as_tuple: bool, add_inputs: bool, x_dtype: torch.dt
     _, b = weights(2, 1, 6, [7, 5], torch.bfloat16)
     x = torch.randn(2, len(MIXED), 6).bfloat16().to(x_dtype)  # kernels round it to the dtype of B
     y = torch.randn(len(MIXED), 20).bfloat16()
-    before = y.clone()
+    before, delta = y.clone(), torch.cat([products(low, one, MIXED) for low, one in zip(x, b, strict=True)], 1)
     wrapper_for(MIXED, backend=backend).add_expand(y, tuple(x) if as_tuple else x, b, (7, 5), 3, add_inputs)
-    expected = before.double()
-    for t, slot in enumerate(MIXED):
-        for i, columns in enumerate((slice(3, 10), slice(10, 15))):
-            if slot >= 0:
-                old = expected[t, columns] if add_inputs else 0
-                expected[t, columns] = old + dense(b[i], slot) @ x[i, t].double()
-    assert_close(y, expected)
+    assert_close(y, added(before, delta, MIXED, add_inputs, 3))
     assert torch.equal(y[[3, 7]], before[[3, 7]])
-    assert torch.equal(y[:, :3], before[:, :3])
-    assert torch.equal(y[:, 15:], before[:, 15:])
 
 
 @pytest.mark.parametrize(("add_inputs", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
@@ -248,11 +209,7 @@ def test_embedding(add_inputs: bool, dtype: torch.dtype, backend: type) -> None:
     x, y = torch.randn(len(MIXED), 8).to(dtype), torch.randn(len(MIXED), 40).to(dtype)
     before = y.clone()
     assert wrapper_for(MIXED, backend=backend).add_lora_embedding(y, x, b, add_inputs) is None
-    expected = before.double()
-    for t, slot in enumerate(MIXED):
-        if slot >= 0:
-            expected[t] = (expected[t] if add_inputs else 0) + dense(b, slot) @ x[t].double()
-    assert_close(y, expected)
+    assert_close(y, added(before, products(x, b, MIXED), MIXED, add_inputs))
     assert torch.equal(y[[3, 7]], before[[3, 7]])
 
 
@@ -263,9 +220,7 @@ def test_logits_use_the_slots_of_the_sampled_rows(vocab: int, padded: int, is_pr
     x, y = torch.randn(3, 24).bfloat16(), torch.randn(3, padded).bfloat16()
     before = y.clone()
     assert wrapper_for(tokens, sampled, is_prefill, backend).add_lora_logits(y, x, a, b, 0.5) is None
-    expected = before.double()
-    expected[:, :vocab] = expected_linear(before[:, :vocab], x, (a,), (b,), 0.5, sampled)
-    assert_close(y, expected)
+    assert_close(y, expected_linear(before, x, (a,), (b,), 0.5, sampled))
     assert torch.equal(y[:, vocab:], before[:, vocab:])
     assert torch.equal(y[1], before[1])
 

@@ -73,21 +73,6 @@ def test_naive_assignment(make):
         )
 
 
-def test_naive_experts_may_be_a_column(make):
-    """Of a wider routing: one expert per token, with something else between two of them."""
-    case = Case(tokens=3, top_k=1, experts=16, slots=2, mapping=(0, 1, 0), naive=True, hidden=16, width=16)
-    wrapper = make([0, 1, 0], 2)
-    world = World(case, wrapper.device)
-    ids = torch.cat((world.topk_ids, (world.topk_ids + 1) % 16), dim=1)[:, :1]
-    y, w1 = world.y[..., :16].contiguous(), torch.empty(16, 1, 1)
-    _, experts, _, _ = wrapper.add_lora_w13(
-        y, world.x, tuple(world.a), tuple(world.b), ids, world.weights, None, w1, w1, 3, 1, 2, world.enabled, 16, 1, 1,
-        False, False,
-    )  # fmt: skip
-    torch.testing.assert_close(y.double(), world.expected[..., :16], rtol=1e-4, atol=1e-4)
-    assert experts.is_contiguous()
-
-
 LAYERS = {
     "sorted": Case(tokens=9, top_k=2, experts=4, slots=2, slices=2, width=24, hidden=32),
     "naive": Case(tokens=2, top_k=2, experts=16, slots=3, slices=2, width=24, hidden=32, naive=True),
@@ -102,21 +87,40 @@ LAYERS = {
 }
 
 
-def both(
-    wrapper: Any, up: World, down: World, mapping: Any = None, expert_map: Any = None, tuned: bool = False
-) -> tuple:
-    """w13, then w2 with what it returned: the alignment, and both outputs."""
-    case = up.case
-    y13, y2 = up.y[..., : case.slices * case.width].contiguous(), down.y[..., : down.case.width].contiguous()
-    w1 = torch.empty(case.experts, 1, 1)
-    aligned = wrapper.add_lora_w13(
-        y13, up.x, tuple(up.a), tuple(up.b), up.topk_ids, up.weights, expert_map, w1, w1, case.tokens, case.top_k,
-        case.slots, up.enabled, case.experts, case.top_k, case.slices, False, tuned, mapping, **keywords(up),
+def narrow(world: World) -> torch.Tensor:
+    """y without columns behind the slices."""
+    return world.y[..., : world.case.slices * world.case.width].contiguous()
+
+
+def add_w13(
+    wrapper: Any, world: World, y: torch.Tensor, mapping: Any = None, expert_map: Any = None, tuned: bool = False,
+    **changes: Any,
+) -> tuple:  # fmt: skip
+    """The alignment that w13 leaves; ``changes``: of its keywords, of ``num_tokens`` and ``num_slices``."""
+    case, w = world.case, torch.empty(world.case.experts, 1, 1)
+    tokens, slices = changes.pop("num_tokens", case.tokens), changes.pop("num_slices", case.slices)
+    return wrapper.add_lora_w13(
+        y, world.x, tuple(world.a), tuple(world.b), world.topk_ids, world.weights, expert_map, w, w, tokens, case.top_k,
+        case.slots, world.enabled, case.experts, case.top_k, slices, False, tuned, mapping, **keywords(world) | changes,
     )  # fmt: skip
+
+
+def add_w2(
+    wrapper: Any, world: World, y: torch.Tensor, aligned: tuple, sharded: bool = False, offset: int = 0,
+    tuned: bool = False,
+) -> None:  # fmt: skip
+    case, w = world.case, torch.empty(world.case.experts, 1, 1)
     wrapper.add_lora_w2(
-        y2, down.x, tuple(down.a), tuple(down.b), up.weights, *aligned, case.tokens, w1, w1, case.top_k, case.slots,
-        up.enabled, case.top_k, False, 0, tuned, **keywords(down),
+        y, world.x, tuple(world.a), tuple(world.b), world.weights, *aligned, case.tokens, w, w, case.top_k, case.slots,
+        world.enabled, case.top_k, sharded, offset, tuned, **keywords(world),
     )  # fmt: skip
+
+
+def both(wrapper: Any, up: World, down: World, mapping: Any = None, tuned: bool = False, **given: Any) -> tuple:
+    """w13, then w2 with what it returned: the alignment, and both outputs."""
+    y13, y2 = narrow(up), narrow(down)
+    aligned = add_w13(wrapper, up, y13, mapping, tuned=tuned, **given)
+    add_w2(wrapper, down, y2, aligned, tuned=tuned)
     return aligned, y13, y2
 
 
@@ -134,6 +138,18 @@ def worlds(name: str, device: Any) -> tuple[World, World]:
     down = World(case.but(slices=1, down=True, hidden=case.width, width=case.hidden), device)
     assert torch.equal(up.topk_ids, down.topk_ids)
     return up, down
+
+
+def test_naive_experts_may_be_a_column(make):
+    """Of a wider routing: one expert per token, with something else between two of them."""
+    case = Case(tokens=3, top_k=1, experts=16, slots=2, mapping=(0, 1, 0), naive=True, hidden=16, width=16)
+    wrapper = make([0, 1, 0], 2)
+    world = World(case, wrapper.device)
+    world.topk_ids = torch.cat((world.topk_ids, (world.topk_ids + 1) % 16), dim=1)[:, :1]
+    y = narrow(world)
+    _, experts, _, _ = add_w13(wrapper, world, y)
+    torch.testing.assert_close(y.double(), world.expected[..., :16], rtol=1e-4, atol=1e-4)
+    assert experts.is_contiguous()
 
 
 @pytest.mark.parametrize(("name", "override"), [(name, i % 2 == 0) for i, name in enumerate(LAYERS)])
@@ -154,12 +170,9 @@ def test_a_rank_of_fully_sharded_experts_adds_its_own_columns(make):
     wrapper = make(World(case).mapping.tolist(), case.slots)
     up, down = worlds("sorted", wrapper.device)
     aligned, _, whole = both(wrapper, up, down)
-    before, w1 = down.y[..., : down.case.width], torch.empty(case.experts, 1, 1)
+    before = narrow(down)
     wide = torch.cat((torch.zeros_like(before), before), dim=-1)
-    wrapper.add_lora_w2(
-        wide, down.x, tuple(down.a), tuple(down.b), up.weights, *aligned, case.tokens, w1, w1, case.top_k, case.slots,
-        up.enabled, case.top_k, True, 1, False,
-    )  # fmt: skip
+    add_w2(wrapper, down, wide, aligned, sharded=True, offset=1)
     assert not wide[..., : before.shape[-1]].any()
     torch.testing.assert_close(wide[..., before.shape[-1] :], whole, rtol=1e-5, atol=1e-5)
 
@@ -170,14 +183,8 @@ def test_w8a8_quantises_real_activations(make, fp8):
     world = World(case)
     wrapper = make(world.mapping.tolist(), case.slots)
     world = World(case, wrapper.device)
-    y, w1 = world.y[..., : case.width].contiguous(), torch.empty(case.experts, 1, 1)
-    given = keywords(world)
-    given["quant_args"] = given["quant_args"] | {"use_fp8_w8a8": True}
-    operands = (
-        world.x, tuple(world.a), tuple(world.b), world.topk_ids, world.weights, None, w1, w1, case.tokens, case.top_k,
-        case.slots, world.enabled, case.experts, case.top_k, 1, False, False,
-    )  # fmt: skip
-    wrapper.add_lora_w13(y, *operands, **given)
+    y, quant_args = narrow(world), keywords(world)["quant_args"] | {"use_fp8_w8a8": True}
+    add_w13(wrapper, world, y, quant_args=quant_args)
     wanted = world.expected[..., : case.width]
     size = float(wanted.abs().max())
     torch.testing.assert_close(y.double() / size, wanted / size, rtol=5e-2, atol=5e-2)
@@ -190,7 +197,7 @@ def test_w8a8_quantises_real_activations(make, fp8):
         ({"quant_args": {"shrink": {"use_fp8_w8a8": True}}}, ValueError, "differs between shrink and expand"),
     ):
         with pytest.raises(error, match=message):
-            wrapper.add_lora_w13(y, *operands, **(given | wrong))
+            add_w13(wrapper, world, y, **{"quant_args": quant_args} | wrong)
     assert torch.equal(y, before)
 
 
@@ -231,38 +238,29 @@ def test_fused_method_takes_configs_in_both_spellings(make, case):
     _, ids, experts, counts = wrapper.moe_lora_align_block_size(
         world.topk_ids, case.tokens, 16, case.experts, case.slots, world.enabled
     )
+
+    def add(y: torch.Tensor, config: dict[str, int]) -> None:
+        operands = (y, world.x, tuple(world.a), tuple(world.b), world.weights, ids, experts, counts)
+        wrapper.add_lora_fused_moe(*operands, case.rank, case.top_k, config, config, world.enabled, **keywords(world))
+
     for config in ({"block_m": 16, "block_n": 32, "block_k": 16}, {"BLOCK_SIZE_M": 16, "NUM_STAGES": 2}):
-        y = world.y.clone()
-        wrapper.add_lora_fused_moe(
-            y, world.x, tuple(world.a), tuple(world.b), world.weights, ids, experts, counts, case.rank, case.top_k,
-            config, config, world.enabled, **keywords(world),
-        )  # fmt: skip
+        add(y := world.y.clone(), config)
         world.check(y)
     with pytest.raises(ValueError, match="BLOCK_SIZE_Q"):
-        wrapper.add_lora_fused_moe(
-            world.y, world.x, tuple(world.a), tuple(world.b), world.weights, ids, experts, counts, case.rank,
-            case.top_k, {"block_size_q": 1}, {}, world.enabled,
-        )  # fmt: skip
+        add(world.y, {"block_size_q": 1})
 
 
 def test_the_rows_of_a_call_must_agree(make):
     case = LAYERS["sorted"]
     wrapper = make([0] * case.tokens, case.slots)
     up, down = worlds("sorted", wrapper.device)
-    w1 = torch.empty(case.experts, 1, 1)
     before = up.y.clone()
-    for tokens, slices in ((case.tokens - 1, 2), (case.tokens, 1)):
+    for changes in ({"num_tokens": case.tokens - 1}, {"num_slices": 1}):
         with pytest.raises(ValueError, match=r"num_tokens|num_slices"):
-            wrapper.add_lora_w13(
-                up.y, up.x, tuple(up.a), tuple(up.b), up.topk_ids, up.weights, None, w1, w1, tokens, case.top_k,
-                case.slots, up.enabled, case.experts, case.top_k, slices, False, False,
-            )  # fmt: skip
+            add_w13(wrapper, up, up.y, **changes)
     ids = torch.zeros(4, dtype=torch.int32, device=wrapper.device)
     with pytest.raises(ValueError, match="expert_ids_lora is None"):
-        wrapper.add_lora_w2(
-            down.y, down.x, tuple(down.a), tuple(down.b), up.weights, ids, None, ids, None, case.tokens, w1, w1,
-            case.top_k, case.slots, up.enabled, case.top_k, False, 0, False,
-        )  # fmt: skip
+        add_w2(wrapper, down, down.y, (ids, None, ids, None))
     assert torch.equal(up.y, before)
 
 

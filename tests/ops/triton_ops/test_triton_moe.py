@@ -10,7 +10,7 @@ from punica.ops.triton_ops.fused_moe_lora import (
     fused_moe_lora,
 )
 
-from punica.ops import collectives
+from punica.ops import collectives, moe_torch
 from punica.ops.collectives import Collectives
 from punica.ops.experts import ExpertForm
 from punica.ops.triton_ops import moe_align, moe_rules
@@ -146,57 +146,42 @@ def test_more_work_than_the_grid_expects(device: str, use_form):
     world.check(run(world, How(active=1)))
 
 
-@pytest.mark.parametrize(("form", "fp8"), [("tiles", None), ("rows", "channel")])
-def test_a_rank_has_its_part_of_the_true_ranks(form: str, fp8: str | None, device: str, use_form, monkeypatch):
-    """A cut along the rank over two ranks of a group, gathered between the products: each looks at its own part of the
-    table, and nothing beyond an adapter's rank leaks.
+TWO_RANKS = Case(tokens=4, slots=2, rank=32, ranks=(16, 30), slices=2, hidden=20)
+NARROW = Case(tokens=3, slots=2, rank=2, slices=2, hidden=16, width=16)
+
+
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [("tiles", TWO_RANKS), ("rows", TWO_RANKS.but(fp8="channel")), ("tiles", NARROW), ("rows", NARROW.but(rank=4)),
+     ("torch", Case(ranks=(8, 5, 3), slices=2))],
+    ids=["tiles", "rows, FP8", "one rank of A each", "two ranks of A each", "torch"],
+)  # fmt: skip
+def test_a_rank_has_its_part_of_the_true_ranks(op: str, case: Case, device: str, use_form, monkeypatch):
+    """A cut along the rank over two processes, gathered between the products as a group leaves it, perhaps a view: each
+    looks at its own part of the table, and nothing beyond an adapter's rank leaks.
     """
-    use_form(form)
-    world = World(Case(tokens=4, slots=2, rank=32, ranks=(16, 30), slices=2, fp8=fp8, hidden=20), device)
-    parts: list[torch.Tensor] = []
+    use_form("rows" if op == "torch" else op)
+    world, width = World(case, "cpu" if op == "torch" else device), case.rank // 2
+    align = (moe_torch if op == "torch" else moe_align).moe_lora_align_block_size
+    parts: dict[int, torch.Tensor] = {}
+    for process in (0, 1, 0, 1):  # the second time with what either found
 
-    def run_rank(rank: int) -> torch.Tensor:
-        def gather(part: torch.Tensor) -> torch.Tensor:
-            parts.append(part)
-            return torch.cat(parts[:2] if len(parts) > 2 else (part, part), -1)
+        def gather(part: torch.Tensor, process: int = process) -> torch.Tensor:
+            parts[process] = part.clone()
+            return _concatenate(torch.stack([parts.get(other, part) for other in (0, 1)]), -1)
 
-        monkeypatch.setattr(collectives, "_installed", Collectives(lambda: 2, lambda: rank, lambda t: t, gather))
-        given = world.given(moe_align.moe_lora_align_block_size)
-        own = slice(16 * rank, 16 * rank + 16)
+        known, place = len(parts) == 2, (lambda: 2, lambda process=process: process, lambda t: t)
+        monkeypatch.setattr(collectives, "_installed", Collectives(*place, gather))
+        given, own = world.given(align), slice(width * process, width * (process + 1))
         given = given._replace(lora_a=[a[:, :, own].contiguous() for a in given.lora_a])
         if given.fp8 is not None:
             cut = [scale[:, :, own].contiguous() for scale in given.fp8.a_scale]
             given = given._replace(fp8=given.fp8._replace(a_scale=cut))
-        fused(given, 16, world.case.top_k, world.switches._replace(fully_sharded=True))
-        return given.output
-
-    run_rank(0)
-    run_rank(1)
-    for rank in (0, 1):  # now with what either found
-        world.check(run_rank(rank))
-
-
-@pytest.mark.parametrize("rank", [1, 2])
-def test_gathered_planes_may_be_a_view(rank: int, device: str, monkeypatch):
-    """As a group leaves them where every process has one rank of A."""
-    world = World(Case(tokens=3, slots=2, rank=2 * rank, slices=2, hidden=16, width=16), device)
-    parts: dict[int, torch.Tensor] = {}
-    for process in (0, 1, 0, 1):
-
-        def gather(part: torch.Tensor, process: int = process) -> torch.Tensor:
-            parts[process] = part
-            return _concatenate(torch.stack([parts.get(other, part) for other in (0, 1)]), -1)
-
-        known = len(parts) == 2
-        monkeypatch.setattr(
-            collectives, "_installed", Collectives(lambda: 2, lambda process=process: process, lambda t: t, gather)
-        )
-        given = world.given(moe_align.moe_lora_align_block_size)
-        own = slice(rank * process, rank * (process + 1))
-        given = given._replace(lora_a=[a[:, :, own].contiguous() for a in given.lora_a])
-        fused(given, rank, world.case.top_k, world.switches._replace(fully_sharded=True))
+        run_op = moe_torch.fused_moe_lora if op == "torch" else fused
+        run_op(given, width, case.top_k, world.switches._replace(fully_sharded=True))
         if known:
             world.check(given.output)
+    assert op != "torch" or not any(bool(part.isnan().any()) for part in parts.values()), "A beyond its true rank"
 
 
 def test_the_second_slice_may_have_the_higher_ranks(device: str, use_form):

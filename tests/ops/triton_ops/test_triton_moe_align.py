@@ -1,4 +1,6 @@
-"""The alignment kernel writes what the torch one writes, bit for bit; and the experts' own product."""
+"""Alignment of both backends against its meaning; and the experts' own product."""
+
+from itertools import product
 
 import pytest
 import torch
@@ -7,41 +9,67 @@ from punica.ops import moe_torch
 from punica.ops.triton_ops import moe_align
 from punica.parallel import moe
 
-SHAPES = [(3, 2, 2, 2), (37, 4, 20, 3), (300, 8, 128, 2), (1, 1, 1, 1), (0, 2, 4, 2), (9, 2, 40, 17)]
-if torch.cuda.is_available():
-    SHAPES.append((4096, 8, 512, 32))
+OPS = {"torch": moe_torch, "triton": moe_align}
+SHAPES = [(3, 2, 2, 2), (37, 4, 20, 3), (300, 8, 128, 2), (1, 1, 1, 1), (0, 2, 4, 2), (9, 2, 40, 17), (16, 1, 1, 1)]
+LARGE = (4096, 8, 512, 32)
+
+
+def meaning(ids: list[list[int]], mapping: list[int], local: list[int], slots: int, blocks: int) -> list[list]:
+    """Of each slot: its pairs in order, in blocks of 16 of one expert; the experts of its blocks; places in use."""
+    top_k, found = len(ids[0]) if ids else 1, []
+    pairs = len(ids) * top_k
+    wanted: dict[tuple[int, int], list[int]] = {}
+    for pair in range(pairs):
+        expert = ids[pair // top_k][pair % top_k]
+        if 0 <= expert < len(local) and local[expert] >= 0:
+            wanted.setdefault((mapping[pair // top_k], local[expert]), []).append(pair)
+    for slot in range(slots):
+        row, of_block = [], []
+        for _, expert in sorted(key for key in wanted if key[0] == slot):
+            members = wanted[slot, expert]
+            used = -(-len(members) // 16)
+            row += members + [pairs] * (used * 16 - len(members))
+            of_block += [expert] * used
+        padding = [pairs] * (blocks * 16 - len(row)), [-1] * (blocks - len(of_block))
+        found.append([row + padding[0], of_block + padding[1], [len(row)]])
+    return found
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_alignment(shape, parallel, device):
+@pytest.mark.parametrize(
+    ("op", "shape"), [*product(OPS, SHAPES), ("torch", LARGE), pytest.param("triton", LARGE, marks=pytest.mark.gpu)]
+)
+def test_alignment(op, shape, parallel, device):
+    """Of slots that are listed and enabled; experts out of range, or of another rank, have no place."""
     tokens, top_k, experts, slots = shape
-    generator = torch.Generator().manual_seed(tokens)
-    ids = torch.randint(-1, experts + 1, (tokens, top_k), generator=generator).to(device)
-    mapping = torch.randint(-1, slots, (tokens,), generator=generator, dtype=torch.int32).to(device)
-    enabled = torch.ones(slots + 1, dtype=torch.int32, device=device)
-    enabled[[0, -1]] = torch.tensor([int(slots < 3), 0], dtype=torch.int32, device=device)
-    expert_map = None
-    if parallel:
-        expert_map = torch.full((experts,), -1, dtype=torch.int32, device=device)
-        expert_map[1::2] = torch.arange(experts // 2, dtype=torch.int32, device=device)
+    generator = torch.Generator().manual_seed(tokens + experts)
+    ids = torch.randint(-1, experts + 2, (tokens, top_k), generator=generator)
+    mapping = torch.randint(-1, slots, (tokens,), generator=generator, dtype=torch.int32)
+    ids[: 16 // top_k], mapping[: 16 // top_k] = 0, 0  # whole blocks have no padding
+    local = [expert // 2 if expert % 2 == 0 else -1 for expert in range(experts)] if parallel else [*range(experts)]
     blocks = -(-(tokens * top_k + experts * 15) // 16)
     sizes = (experts, 16, slots, blocks * 16, blocks)
+    wanted = meaning(ids.tolist(), mapping.tolist(), local, slots, blocks)
+    enabled = [int(slots == 1 or slot != slots // 2) for slot in range(slots)]
 
-    def run(op, listed: list[int], fill: tuple[int, int, int]) -> list[torch.Tensor]:
-        lengths = (slots * blocks * 16, slots * blocks, slots)
-        given = zip(lengths, fill, strict=True)
-        outputs = [torch.full((n,), value, dtype=torch.int32, device=device) for n, value in given]
-        lora_ids = torch.tensor(listed, dtype=torch.int32, device=device)
-        op.moe_lora_align_block_size(ids, mapping, *sizes, *outputs, enabled, lora_ids, expert_map)
-        return outputs
+    def there(numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32).to("cpu" if op == "torch" else device)
 
+    on, local_ids = there([*enabled, 0]), there(local) if parallel else None
+    ids, mapping = ids.to(on.device), mapping.to(on.device)
     for listed in ([*range(slots), -1], [-1, slots - 1, *[-1] * (slots - 1)]):
-        wanted, found = (run(op, listed, (-7, -7, -7)) for op in (moe_torch, moe_align))
-        assert all(map(torch.equal, wanted, found))
-    everything = run(moe_torch, [*range(slots), -1], (tokens * top_k, -1, 0))
-    found = moe_align.align_all(ids, mapping, sizes, enabled, expert_map)
-    assert all(map(torch.equal, everything, found))
+        outputs = [there([-7] * (slots * n)) for n in (blocks * 16, blocks, 1)]
+        OPS[op].moe_lora_align_block_size(ids, mapping, *sizes, *outputs, on, there(listed), local_ids)
+        for slot, of_slot in enumerate(wanted):
+            found = [one.view(slots, -1)[slot].tolist() for one in outputs]
+            is_there = enabled[slot] and slot in listed
+            assert found == (of_slot if is_there else [[-7] * len(one) for one in found])
+    if op == "triton":
+        outputs = moe_align.align_all(ids, mapping, sizes, on, local_ids)
+        nothing = [[tokens * top_k] * blocks * 16, [-1] * blocks, [0]]
+        for slot, of_slot in enumerate(wanted):
+            found = [one.view(slots, -1)[slot].tolist() for one in outputs]
+            assert found == (of_slot if enabled[slot] else nothing)
 
 
 def aligned(
@@ -61,7 +89,7 @@ def aligned(
     return [one.tolist() for one in outputs]
 
 
-@pytest.mark.parametrize("op", [moe_torch, moe_align], ids=["torch", "triton"])
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 class TestBothOps:
     @pytest.mark.parametrize("listed", [[], [1], [0, 1], [2, 1, 0, -1], [-1] * 40 + [1, 0]], ids=len)
     def test_any_number_of_slots_may_be_listed(self, op, listed, device):

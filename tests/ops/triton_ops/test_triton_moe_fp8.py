@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from test_triton_moe import NUMBERS, run
 
 from punica.ops import quant
 from punica.ops.triton_ops import fused_moe_lora_fp8, moe_align
-from punica.ops.triton_ops.moe_ops import fused
 from punica.ops.triton_ops.moe_plan import How
 from punica.ops.triton_ops.schedules import Schedule
-from tests.ops.moe_cases import CASES, E4M3, FP8_CASES, SCHEMES, Case, World
+from tests.ops.moe_cases import CASES, FP8_CASES, SCHEMES, World
 
-NUMBERS = (16, 32, 32, 1, 4, 2, 1)
 QUICK = ("per channel, naive", "e5m2", "blocks", "true ranks", "w8a8, blocks")
 EVERY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FP8_CASES]
 FORMS = {
@@ -20,12 +19,6 @@ FORMS = {
     "tiles": (Schedule(16, 16, 32, 4, 2, 2), Schedule(16, 32, 64, 4, 2, tiles_n=2)),
     "tiles, one block": (Schedule(16, 16, 32, 4, 2, 2), Schedule(16, 32, 64, 4, 2)),
 }
-
-
-def run(world: World, how: How) -> torch.Tensor:
-    given = world.given(moe_align.moe_lora_align_block_size)
-    fused(given, world.case.rank, world.case.top_k, world.switches, how)
-    return given.output
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -48,18 +41,16 @@ def flat(world: World, **changes: Any) -> torch.Tensor:
         "use_fp8_w8a8": world.case.w8a8, "per_channel_quant": scheme.get("per_channel_quant", False),
         "block_shape": blocks, "lora_ranks": given.lora_ranks,
     }  # fmt: skip
-    operands = dict(zip(("output", "x", "a", "b"), given[:4], strict=True)) | changes.pop("operands", {})
     count, split_k = world.case.slots, changes.pop("split_k", 1)
-    before = operands["output"].clone()
     try:
         fused_moe_lora_fp8(
-            *operands.values(), *given[4:9], world.case.rank, world.case.top_k, given.lora_ids, count, given.enabled,
+            *given[:9], world.case.rank, world.case.top_k, given.lora_ids, count, given.enabled,
             *NUMBERS[:-1], split_k, *NUMBERS, **(options | changes),
         )  # fmt: skip
     except (TypeError, ValueError):
-        assert torch.equal(operands["output"], before)
+        assert torch.equal(given.output, world.y)
         raise
-    return operands["output"]
+    return given.output
 
 
 @pytest.mark.parametrize("name", ["per tensor", "per channel, naive", "odd blocks, naive", "w8a8", "no token"])
@@ -115,17 +106,9 @@ def test_scales_may_have_any_strides(device: str):
         ("per channel", {"use_fp8_w8a8": True}, TypeError, "needs float8"),
         ("w8a8", {"shrink_act_scale": None}, ValueError, "required for fp8 activations"),
         ("w8a8", {"use_fp8_w8a8": False}, TypeError, "use_fp8_w8a8"),
+        ("per channel", {"lora_a_scale_stacked": [], "lora_b_scale_stacked": []}, TypeError, "is missing"),
     ],
 )
 def test_refusals(name: str, changes: dict[str, Any], error: type, message: str):
     with pytest.raises(error, match=message):
         flat(World(FP8_CASES[name]), **changes)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="checked on the CPU")
-def test_bare_fp8_values_are_never_taken_for_real_ones():
-    with pytest.raises(TypeError, match="is missing"):
-        flat(World(FP8_CASES["per channel"]), lora_a_scale_stacked=[], lora_b_scale_stacked=[])
-    world = World(Case())
-    with pytest.raises(TypeError, match="float8_e4m3fn"):
-        flat(world, operands={"x": world.x.to(E4M3)})
