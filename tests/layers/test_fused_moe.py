@@ -31,6 +31,7 @@ from punica.config import LoRAConfig
 from punica.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, from_layer
 from punica.metadata import LoRAMapping
 from punica.ops.quant import Fp8Matrix
+from punica.ops.slot_image import pack_image, write_slot
 from punica.parallel import FusedMoE, place_experts, spawn_tensor_parallel
 from punica.parallel.moe import expert_map_of
 from punica.wrapper import PunicaWrapperGPU
@@ -133,6 +134,25 @@ def test_values_with_scales_go_into_a_slot_as_they_are():
     assert torch.equal(layer.w13_lora_b_stacked[1][1, :, :, :4].float(), given[1][2].values.float())
     assert torch.equal(layer.lora_a_scale[-1][1, :, :4], given[0][1].scale)
     close(wrapped(base_layer(), {1: given})(*inputs(5)), layer(*inputs(5)))  # into slots of 32 bits: real
+
+
+@pytest.mark.parametrize("fp8", [E4M3, None], ids=str)
+def test_an_image_fills_a_slot_as_set_lora_does(fp8):
+    """Also a rank below the slot's width, and a projection that the adapter has not."""
+    a, b = adapter(5, 4, 3)
+    if fp8 is None:
+        a[2] = b[2] = None
+    layer = wrapped(base_layer(), {1: (a, b)}, fp8=fp8)
+    parts = [part.stored() for part in layer.slot_parts(layer.check_lora(a, b))]
+    expected = [(part.slots[1].clone(), part.ranks[1].clone()) for part in parts]
+    for part in parts:
+        part.slots[1].fill_(3)
+        part.ranks[1] = 9
+    image = pack_image(parts, torch.uint8 if fp8 else torch.float32)
+    write_slot(image, [part.slots for part in parts], [part.ranks for part in parts], 1)
+    assert all(torch.equal(part.slots[1], slot) for part, (slot, _) in zip(parts, expected, strict=True))
+    assert [part.ranks[1] for part in parts] == [rank for _, rank in expected]
+    assert image.numel() < sum(slot.nbytes for slot, _ in expected), "of its own rank, not the slot's"
 
 
 def test_views_by_slot_expert_and_projection():

@@ -14,6 +14,7 @@ from punica.config import LoRAConfig
 from punica.layers import FusedMoEWithLoRA
 from punica.metadata import LoRAMapping
 from punica.models import MixtureOfExpertsForCausalLM
+from punica.ops.quant import Fp8Matrix
 from tests.models.moe_world import (
     CONFIGS,
     TOKENS,
@@ -47,15 +48,26 @@ def test_logits_are_those_of_transformers_and_every_name_of_the_checkpoint_has_i
     assert bool(torch.isfinite(logits_of(ours)).all())
 
 
-@pytest.mark.parametrize("spelling", ["per expert", "stacked"])
-def test_adapters_on_experts_equal_merged_weights(world, ours, tmp_path, spelling):
+@pytest.mark.parametrize(
+    ("stacked", "fp8"),
+    [(False, None), (True, None), (False, torch.float8_e4m3fn), (True, torch.float8_e5m2)],
+    ids=["per expert", "stacked", "per expert, E4M3", "stacked, E5M2"],
+)
+def test_adapters_on_experts_equal_merged_weights(world, ours, tmp_path, stacked, fp8):
+    """In FP8 they are quantised when they are registered, and served as models with the rounded weights."""
     theirs, _ = world
     layers = factors(theirs.config, rank=4, seed=5)
-    if spelling == "per expert":
-        write_per_expert(tmp_path, theirs.config, layers, 4, alpha=8)
-    else:
+    if stacked:
         write_stacked(tmp_path, layers, 4, alpha=8)
-    managed(ours, tmp_path)
+    else:
+        write_per_expert(tmp_path, theirs.config, layers, 4, alpha=8)
+    held = managed(ours, tmp_path, fp8=fp8).get_adapter(7).get_lora("model.layers.1.mlp.experts")
+    assert {isinstance(factor, Fp8Matrix) for factor in (*held.lora_a, *held.lora_b)} == {fp8 is not None}
+    if fp8 is not None:  # the scaling, 2, changes no rounding
+        layers = {
+            i: {which: [Fp8Matrix.of(factor, fp8).real() for factor in pair] for which, pair in of_layer.items()}
+            for i, of_layer in layers.items()
+        }
     torch.testing.assert_close(logits_of(ours), wanted(merged(theirs, layers, 2.0)), rtol=1e-3, atol=1e-3)
 
 

@@ -1,55 +1,102 @@
-"""Real process groups over gloo, 1, 2 and 4 ranks, each started once: what they found in ``dist_checks``."""
-
-import functools
-from typing import Any
+"""Real process groups over gloo, 1, 2 and 4 ranks, each started once: what every rank asserts of collectives."""
 
 import pytest
-from dist_checks import GATHERS, REDUCTIONS, everything
+import torch
+from torch import Tensor
 
-from punica.parallel import spawn_tensor_parallel
+from punica.parallel import (
+    TorchDistGroup,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    spawn_tensor_parallel,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+    tensor_model_parallel_gather,
+)
 
-
-@functools.cache
-def world_of(size: int) -> list[dict[str, Any]]:
-    return [everything(0)] if size == 1 else spawn_tensor_parallel(everything, size, backend="gloo")
-
-
-FOUR = pytest.param(4, marks=pytest.mark.slow)
-any_size = pytest.mark.parametrize("tp_size", [1, 2, FOUR], ids=lambda size: f"tp{size}")
-many_ranks = pytest.mark.parametrize("tp_size", [2, FOUR], ids=lambda size: f"tp{size}")
-
-
-@any_size
-@pytest.mark.parametrize("index", range(len(GATHERS)), ids=[f"{s}-dim{d}-{t}" for s, d, t in GATHERS])
-def test_gathered_in_rank_order(tp_size: int, index: int) -> None:
-    for rank in world_of(tp_size):
-        assert [label for label, right in rank["gathers"][index].items() if not right] == []
-
-
-@any_size
-@pytest.mark.parametrize("index", range(len(REDUCTIONS)), ids=[f"{s}-{t}" for s, t in REDUCTIONS])
-def test_sum_over_ranks(tp_size: int, index: int) -> None:
-    assert [rank["reductions"][index] for rank in world_of(tp_size)] == [True] * tp_size
+# shape, dim, dtype
+GATHERS = [
+    ((2, 3), -1, torch.bfloat16),
+    ((2, 3, 4), 0, torch.int32),
+    ((2, 3, 4), 1, torch.float32),
+    ((2, 3, 4), -3, torch.float64),
+    ((0, 3), -1, torch.float32),
+    ((1, 1, 2, 1, 3, 1, 1, 1, 2), 4, torch.float32),
+]
+REDUCTIONS = [((2, 3), torch.bfloat16), ((7,), torch.int64), ((0, 3), torch.float32)]
 
 
-@many_ranks
-def test_disagreeing_ranks_all_get_an_error(tp_size: int) -> None:
-    wrong = ["((2, 4), 'torch.float32')", "((6,), 'torch.float32')", "((2, 3), 'torch.float64')"]
-    others = ", ".join(["((2, 3), 'torch.float32')"] * (tp_size - 1))
-    for rank in world_of(tp_size):
-        for found, last in zip(rank["disagreement"], [one for one in wrong for _ in range(2)], strict=True):
-            assert f"[{others}, {last}] in rank order" in found
+def of_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Elements that tell their rank and their place, exact in every dtype; not contiguous."""
+    place = torch.arange(torch.Size(shape).numel()).view(shape)
+    return (place + 50 * rank).to(dtype).repeat_interleave(2, dim=-1)[..., ::2]
 
 
-@many_ranks
-def test_group_knows_its_place_until_closed(tp_size: int) -> None:
-    for rank, answers in enumerate(world_of(tp_size)):
-        assert answers["group"]["place"] == [(rank, tp_size)] * 2
-        for name, text in answers["group"]["broken"].items():
-            assert f"rank {rank} failed inside of a step (first)" in text, name
-        assert "after it ended" in answers["group"]["closed"]
+def check_gather(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
+    """A tensor arrives on all ranks, on each chosen rank alone, and by the group's own methods."""
+    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    mine, arrived = of_rank(rank, shape, dtype), []
+    gathers, all_gathers = [tensor_model_parallel_gather], [tensor_model_parallel_all_gather]
+    if size > 1:
+        gathers.append(TorchDistGroup().gather)
+        all_gathers.append(TorchDistGroup().all_gather)
+    for gather in gathers:
+        for dst in range(size):
+            found = gather(mine, dst, dim)
+            assert (found is not None) == (rank == dst)
+            arrived += [] if found is None else [found]
+    for found in [*arrived, *(gather(mine, dim) for gather in all_gathers)]:
+        assert found.dtype == dtype
+        assert torch.equal(found, torch.cat([of_rank(p, shape, dtype) for p in range(size)], dim))
+    assert torch.equal(mine, of_rank(rank, shape, dtype))
 
 
-@any_size
-def test_a_default_device_is_not_where_shapes_are_compared(tp_size: int) -> None:
-    assert [answers["default device"] for answers in world_of(tp_size)] == [[*range(tp_size)]] * tp_size
+def check_disagreement() -> None:
+    """Every rank has the error when one holds another shape or dtype; afterwards they are in step again."""
+    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    others = ["((2, 3), 'torch.float32')"] * (size - 1)
+    for odd, text in (
+        (torch.ones(2, 4), "((2, 4), 'torch.float32')"),
+        (torch.ones(6), "((6,), 'torch.float32')"),
+        (torch.ones(2, 3, dtype=torch.float64), "((2, 3), 'torch.float64')"),
+    ):
+        for collective in (tensor_model_parallel_all_gather, tensor_model_parallel_gather):
+            with pytest.raises(ValueError, match="in rank order") as raised:
+                collective(odd if rank == size - 1 else torch.ones(2, 3))
+            assert f"[{', '.join([*others, text])}] in rank order" in str(raised.value)
+    assert tensor_model_parallel_all_reduce(torch.ones(1)).item() == size
+
+
+def check_group(rank: int, size: int) -> None:
+    """Its place is cached; one whose ranks are out of step refuses all collectives, and so it does after ``close``."""
+    group, one = TorchDistGroup(), torch.ones(1)
+    assert [(group.rank, group.world_size) for _ in range(2)] == [(rank, size)] * 2
+    group.break_off("first")
+    group.break_off("second")
+    for call in (lambda: group.all_reduce(one), lambda: group.all_gather(one, 0), lambda: group.gather(one, 0, 0)):
+        with pytest.raises(RuntimeError, match=rf"rank {rank} failed inside of a step \(first\)"):
+            call()
+    group.close()
+    with pytest.raises(RuntimeError, match="after it ended"):
+        group.all_reduce(one)
+
+
+def everything(rank: int) -> str:
+    size = get_tensor_model_parallel_world_size()
+    for gather in GATHERS:
+        check_gather(*gather)
+    for shape, dtype in REDUCTIONS:
+        expected = torch.stack([of_rank(p, shape, dtype).long() for p in range(size)]).sum(0).to(dtype)
+        assert torch.equal(tensor_model_parallel_all_reduce(of_rank(rank, shape, dtype)), expected)
+    with torch.device("meta"):  # where tensors are made unless told: not where shapes are compared
+        assert tensor_model_parallel_all_gather(torch.tensor([rank], device="cpu")).tolist() == [*range(size)]
+    if size > 1:
+        check_disagreement()
+        check_group(rank, size)
+    return "done"
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_collectives(tp_size: int) -> None:
+    found = [everything(0)] if tp_size == 1 else spawn_tensor_parallel(everything, tp_size, backend="gloo")
+    assert found == ["done"] * tp_size
