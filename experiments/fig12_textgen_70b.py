@@ -7,31 +7,23 @@ bytes, but two small collectives more per pair of layers. The stream, its window
 `fig11_textgen`; every step is taken by `figure.tp_size` processes (NCCL between GPUs, gloo on a CPU). Tokens are
 checked on a model of the same widths with `figure.check_layers` layers. The model is the largest of Llama-2 that fits
 this machine's GPUs, on a CPU llama-tiny, which only shows that it works. Further rows: `collective_share` of a step,
-waits for other ranks included; `adapter_memory` of the slots on the fullest rank; on Distinct, ratios beside
-`bytes_ratio` (simulated: what the bytes of Punica's mean step allow). Cost at scale=laptop: about 35 s on two cores; on
-two H200s a repeat of 7B takes 90 s, and three of 70B seven minutes.
+waits for other ranks included; `adapter_memory` of the slots on the fullest rank. Cost at scale=laptop: about 35 s on
+two cores; on two H200s a repeat of 7B takes 90 s, and three of 70B seven minutes.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from experiments.facts.systems import SYSTEMS
 from experiments.fig11_textgen import Fig11, TextgenConf, sizes_of
-from experiments.harness import CheckFailed, Config, ConfigError, main
-from experiments.harness.points import Point, Reading
-from experiments.harness.resume import row_on_disk
+from experiments.harness import Config, ConfigError, Point, main
 from experiments.harness.schema import Count, ModelConf
 from experiments.harness.settings import ranks_here
 
 if TYPE_CHECKING:
     from experiments.systems.ranks import BenchOnRanks
 
-RATIOS = " ratios"  # end of the panel of what is computed from rows
-BASELINE = "continuous_batching"
-SHARDED = "punica_sharded"
 MOST_RANKS = 64
 
 
@@ -50,27 +42,12 @@ class Fig12(Fig11):
     defaults = {"model": "fitting"}
     drawn_by = "serving.draw_ranks"
 
-    def points(self, cfg: Config) -> list[Point]:
-        points, names = super().points(cfg), cfg.system.names
-        whole = cast(RanksConf, cfg.figure).whole_stream
-        if whole or BASELINE not in names or not {"Distinct", "Identical"} <= set(cfg.workload.names):
-            return points
-        pairs = itertools.product([system for system in names if SYSTEMS.get(system).lora], cfg.adapters.ranks)
-        distinct = [self.point(cfg, system, "Distinct", rank) for system, rank in pairs]
-        return points + [replace(point, panel=point.panel + RATIOS) for point in distinct]
-
     def point(self, cfg: Config, system: str, workload: str, rank: int) -> Point:
         figure, size = cast(RanksConf, cfg.figure), ranks_of(cfg)
         point, model = super().point(cfg, system, workload, rank), f"{cfg.model.paper_name} Model"
         ranks = {"tp_size": size, "check_layers": figure.check_layers, "adapter_sets": figure.adapter_sets}
         panel = point.panel.replace(model, f"{model}, tp {size}", 1)
         return replace(point, panel=panel, settings={**point.settings, "ranks": ranks})
-
-    def is_derived(self, point: Point) -> bool:
-        return point.panel.endswith(RATIOS)
-
-    def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        return self._ratios(cfg, point) if self.is_derived(point) else super().measure(cfg, point)
 
     def release(self) -> None:
         _, kept = self._kept
@@ -89,51 +66,24 @@ class Fig12(Fig11):
         size, backend = ranks_of(cfg), "gloo" if cfg.hardware.device == "cpu" else None
         return self.kept(repr((given, size)), lambda: BenchOnRanks(RankBench, given, size, backend))
 
-    def _ratios(self, cfg: Config, point: Point) -> list[Reading]:
-        """Ratios of a system on Distinct; `CheckFailed` where a row of this repeat and today's code is missing."""
-        disturbed = False
 
-        def row(system: str, workload: str, metric: str = "throughput") -> float:
-            nonlocal disturbed
-            asked = replace(self.point(cfg, system, workload, cast(int, point.rank)), repeat=point.repeat)
-            if (found := row_on_disk(self, cfg, asked, metric)) is None:
-                raise CheckFailed(f"no {metric} of {system} on {workload} to compare with; see the messages above")
-            disturbed |= bool(found.disturbed)
-            return found.value
-
-        own, over = row(point.system, "Distinct"), row(BASELINE, "Identical")
-        mean = [row(point.system, "Distinct", name) for name in ("mean_batch_size", "mean_context")]
-        allowed = bytes_ratio(cfg.model, cast(int, point.rank), ranks_of(cfg), point.system == SHARDED, *mean)
-        values = {
-            "distinct_over_backbone_identical": own / over,
-            "distinct_over_own_identical": own / row(point.system, "Identical"),
-            "speedup_over_best_baseline": own / row(BASELINE, "Distinct"),
-            "over_bytes_ratio": own / over / allowed,
-        }
-        found = [Reading(name, value, "ratio", disturbed=disturbed) for name, value in values.items()]
-        return [*found, Reading("bytes_ratio", allowed, "ratio", kind="simulated")]
-
-
-def adapter_share(model: ModelConf, tp_size: int, fully_sharded: bool) -> float:
-    """Part of an adapter's elements that one rank reads: plain layers keep one factor whole (A of layers cut by
-    columns, B of those by rows), fully sharded ones cut both.
+def adapter_share(model: ModelConf, tp_size: int) -> float:
+    """Part of an adapter's elements that one rank reads: one factor is whole (A of layers cut by columns, B of those by
+    rows).
     """
     hidden, inner = model.hidden_size, model.intermediate_size
     kv_b = 2 * (hidden // model.num_attention_heads * model.num_key_value_heads)
     column_a, column_b, row_a, row_b = 5 * hidden, hidden + 2 * inner, hidden + inner, 2 * hidden
     kv_ranks = min(tp_size, model.num_key_value_heads)  # beyond, ranks share a head
     cut = (column_b + row_a) / tp_size + kv_b / kv_ranks
-    repeated = (column_a + row_b) / (tp_size if fully_sharded else 1)
-    return (cut + repeated) / (column_a + column_b + kv_b + row_a + row_b)
+    return (cut + column_a + row_b) / (column_a + column_b + kv_b + row_a + row_b)
 
 
-def bytes_ratio(
-    model: ModelConf, rank: int, tp_size: int, fully_sharded: bool, requests: float, context: float
-) -> float:
+def bytes_ratio(model: ModelConf, rank: int, tp_size: int, requests: float, context: float) -> float:
     """Bytes of a step without adapters over those of one with an adapter of `rank` per request, on one rank."""
     weights = (model.backbone_parameters() - model.vocab_size * model.hidden_size) / tp_size
     cached = requests * context * model.kv_elements() / min(tp_size, model.num_key_value_heads)
-    adapters = requests * model.lora_parameters(rank) * adapter_share(model, tp_size, fully_sharded)
+    adapters = requests * model.lora_parameters(rank) * adapter_share(model, tp_size)
     return (weights + cached) / (weights + cached + adapters)
 
 

@@ -102,7 +102,7 @@ class Serving:
         batch = self.known(PUNICA, "Distinct", "mean_batch_size") or self.batch
         context = self.known(PUNICA, "Distinct", "mean_context") or PAPER_CONTEXT
         model = model_conf(MODELS[self.role][0] if self.is_the_papers else self.model)
-        over_backbone = bytes_ratio(model, RANK, self.gpus or 1, False, batch, context)
+        over_backbone = bytes_ratio(model, RANK, self.gpus or 1, batch, context)
         return over_backbone + (1 - over_backbone) / batch  # Identical reads one adapter
 
     def step_ms(self) -> float | None:

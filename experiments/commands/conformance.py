@@ -20,7 +20,6 @@ from typing import Annotated
 from pydantic import Field
 
 from experiments.conformance import cases, expected
-from experiments.conformance.cases import KEY_VARIABLE, Server
 from experiments.conformance.weights import ADAPTERS, CHECKPOINT, HIDDEN, MAX_LEN
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError, Counts, Settings
@@ -41,19 +40,6 @@ class Options(Settings):
     timeout: float = Field(60, gt=0)  # url: seconds without a byte of an answer
     out: Path | None = None  # url: file.json that receives the results
 
-    def check(self) -> None:
-        """Raise `ConfigError` for what does not fit."""
-        made, is_there = self.make or Path(), self.make is not None and self.make.exists()
-        for is_wrong, text in (
-            ((self.make is None) == (self.url is None), "give one of make=FOLDER and url=http://HOST:PORT"),
-            (is_there and not (made / expected.FILE).is_file() and (not made.is_dir() or any(made.iterdir())),
-             f"make={made} is there and was not written by this command: give a new folder"),
-            (self.url and self.folder is None, "url= needs folder=, what make= wrote and the server was started on"),
-            (self.out and not self.out.parent.is_dir(), f"out={self.out} is in no folder that is there: give another"),
-        ):  # fmt: skip
-            if is_wrong:
-                raise ConfigError(text)
-
 
 def lines(world: expected.World) -> str:
     """Return what to type to start each server."""
@@ -70,15 +56,14 @@ def lines(world: expected.World) -> str:
 
 async def results_of(options: Options, world: expected.World) -> list[cases.Result]:
     """Run the cases against the server."""
-    server = Server(str(options.url), options.prefix, options.base, os.environ.get(KEY_VARIABLE), options.timeout)
-    results = list[cases.Result]()
-    async with server.api:
-        await server.check(world)
-        run = cases.Run(server, world)
-        for name, case in cases.cases(options.batches).items():
-            results.append(cases.Result(name))
-            await case(run, results[-1])
-            print(f"{name}: {results[-1].status}", flush=True)
+    key = os.environ.get(cases.KEY_VARIABLE)
+    run, results = cases.Run(world, str(options.url), options.prefix, options.base, key, options.timeout), []
+    async with run.api:
+        await run.check()
+        for name, case in cases.cases(world, options.batches).items():
+            results.append(result := cases.Result(name))
+            await case(run, result)
+            print(f"{name}: {result.status}", flush=True)
     return results
 
 
@@ -97,20 +82,24 @@ def table(results: Sequence[cases.Result], most: int = 12) -> str:
 
 def conformance(options: Options) -> None:
     """Make a folder or test a server. Exits with 1 or 3 where tokens or the protocol fail."""
-    options.check()
-    if options.make is not None:
-        world = expected.make(options.make.expanduser(), options.tenants, options.ranks, options.seed)
-        print(f"{world.folder}: {len(world.tenants)} adapters\n\n{lines(world)}")
+    made, out = options.make and options.make.expanduser(), options.out
+    if (made is None) == (options.url is None) or (options.url and options.folder is None):
+        raise ConfigError("give make=FOLDER; or url=http://HOST:PORT with folder=, what make= wrote for the server")
+    if made and made.exists() and not (made / expected.FILE).is_file() and (made.is_file() or any(made.iterdir())):
+        raise ConfigError(f"make={made} is there and was not written by this command: give a new folder")
+    if out and not out.parent.is_dir():
+        raise ConfigError(f"out={out} is in no folder that is there: give another")
+    if made:
+        world = expected.make(made, options.tenants, options.ranks, options.seed)
+        print(f"{made}: {len(world.tenants)} adapters\n\n{lines(world)}")
         return
     results = asyncio.run(results_of(options, expected.read(Path(str(options.folder)).expanduser())))
     print("", table(results), sep="\n")
-    if options.out is not None:
+    if out:
         told = [{"case": one.case, "status": one.status, **vars(one)} for one in results]
-        options.out.write_text(f"{json.dumps({'url': options.url, 'results': told}, indent=1)}\n", encoding="utf-8")
-    if any(one.status == cases.FAIL for one in results):
-        raise SystemExit(1)
-    if any(one.protocol for one in results):
-        raise SystemExit(3)
+        out.write_text(f"{json.dumps({'url': options.url, 'results': told}, indent=1)}\n", encoding="utf-8")
+    if status := 1 if any(one.status == cases.FAIL for one in results) else 3 * any(one.protocol for one in results):
+        raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Right greedy tokens of each model, as a file: by PEFT in float32, only where no 16-bit rounding could turn one."""
 
-import copy
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +9,7 @@ import torch
 from peft import PeftModel
 from pydantic import TypeAdapter
 from torch import Tensor
-from transformers import AutoConfig, DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from experiments.conformance import weights
 from experiments.harness.schema import ConfigError
@@ -27,16 +25,16 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and what each model says to it."""
+    """A prompt, what each model says to it, and the models that are ``sure``: their tokens keep the margin, and are no
+    other model's, nor those over `WARMER`'s keys and values of a shared prefix. Only these are asked.
+    """
 
     ids: Tokens
-    answers: Mapping[str, Tokens]  # by model
-    sure: tuple[str, ...]  # models whose tokens keep the margin and are no other model's; only these are asked
-    leaked: Mapping[str, Tokens]  # answers where keys and values of the prefix are `WARMER`'s; empty: shares no prefix
+    answers: Mapping[str, Tokens]
+    sure: tuple[str, ...]
 
     @property
     def text(self) -> str:
-        """The prompt as text, a word for each token."""
         return " ".join(f"w{token}" for token in self.ids)
 
 
@@ -55,21 +53,18 @@ class World:
     def adapter(self, name: str) -> Path:
         return (self.folder / weights.ADAPTERS / name).resolve()
 
-    def sure(self, model: str, shares: bool = False) -> list[Prompt]:
-        """Return the prompts that a model's tokens are sure for, those with the shared prefix or those without."""
-        return [prompt for prompt in self.prompts if model in prompt.sure and bool(prompt.leaked) == shares]
+    def sure(self, *models: str, shares: bool = False) -> list[Prompt]:
+        """Return the prompts that all ``models`` are sure of, those with the shared prefix or those without."""
+        return [one for one in self.prompts if {*models} <= {*one.sure} and (len(one.ids) > PREFIX) == shares]
 
 
 class Oracle:
-    """The base model and its adapters, by name: merged in float32, and beside the weights in bfloat16."""
+    """The models of a world by name: merged in float32, and with adapters beside the weights in bfloat16."""
 
-    def __init__(self, checkpoint: Path, adapters: Mapping[str, Path]) -> None:
-        full: Any = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-        half: Any = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
-        self.full, self.half = {BASE: full}, {BASE: half}
-        for name, folder in adapters.items():
-            self.full[name] = PeftModel.from_pretrained(copy.deepcopy(full), folder).merge_and_unload()
-            self.half[name] = PeftModel.from_pretrained(copy.deepcopy(half), folder, autocast_adapter_dtype=False)
+    def __init__(self, world: World) -> None:
+        self.full, self.half = (
+            {name: _loaded(world, name, dtype) for name in world.models} for dtype in (torch.float32, torch.bfloat16)
+        )
 
     @torch.inference_mode()
     def answers(self, name: str, prompts: Tensor) -> tuple[list[Tokens], list[bool]]:
@@ -87,6 +82,28 @@ class Oracle:
         self.full[other](prompts[:, :PREFIX], past_key_values=cache)
         return _tuples(_greedy(self.full[name], prompts, past_key_values=cache)[0])
 
+    def prompts(self, ids: Tensor) -> list[Prompt]:
+        """Have all models answer prompts `[prompts, length]`; those longer than `PREFIX` share it."""
+        answers = {name: self.answers(name, ids) for name in self.full}
+        leaking = self.full if ids.shape[1] > PREFIX else ()
+        leaked = {name: self.leaked(name, WARMER, ids) for name in leaking if name != WARMER}
+        made = []
+        for number, one in enumerate(_tuples(ids)):
+            said = {name: tokens[number] for name, (tokens, _) in answers.items()}
+            others = {name: [*said.values(), *([leaked[name][number]] if name in leaked else [])] for name in said}
+            own = [name for name, (_, safe) in answers.items() if safe[number] and others[name].count(said[name]) == 1]
+            made.append(Prompt(one, said, tuple(own)))
+        return made
+
+
+def _loaded(world: World, name: str, dtype: torch.dtype) -> Any:
+    model: Any = LlamaForCausalLM.from_pretrained(world.folder / weights.CHECKPOINT, dtype=dtype).eval()
+    if name == BASE:
+        return model
+    is_full = dtype is torch.float32
+    model = PeftModel.from_pretrained(model, world.adapter(name), autocast_adapter_dtype=is_full)
+    return model.merge_and_unload() if is_full else model
+
 
 def _greedy(model: Any, prompts: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
     """Return greedy tokens `[prompts, COUNT]` and their logits `[prompts, COUNT, vocabulary]`."""
@@ -103,18 +120,17 @@ def _tuples(tokens: Tensor) -> list[Tokens]:
 
 def make(folder: Path, count: int, ranks: Sequence[int], seed: int) -> World:
     """Write checkpoint, `count` adapters, poisoned ones and the right tokens; `ConfigError` for few sure prompts."""
-    checkpoint = weights.write_checkpoint(folder / weights.CHECKPOINT, seed)
-    config, world = AutoConfig.from_pretrained(checkpoint), World(folder, weights.tenants(count, ranks))
-    for number, tenant in enumerate(world.tenants):
+    config = weights.write_checkpoint(folder / weights.CHECKPOINT, seed)
+    world = World(folder, weights.tenants(count, ranks))
+    spoilt = [weights.Tenant(name, max(ranks), "all") for name in weights.POISONS]
+    for number, tenant in enumerate([*world.tenants, *spoilt]):
         weights.write_adapter(world.adapter(tenant.name), config, tenant, 1000 * (seed + 1) + number)
-    for name, value in weights.POISONS.items():
-        weights.write_adapter(world.adapter(name), config, weights.Tenant(name, max(ranks), "all"), seed, value)
-    oracle = Oracle(checkpoint, {name: world.adapter(name) for name in world.models[1:]})
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randint(weights.WORDS, (PER_LENGTH, length), generator=generator) for length in LENGTHS]
     prefix = torch.randint(weights.WORDS, (1, PREFIX), generator=generator).expand(SHARING, -1)
     drawn.append(torch.cat([prefix, torch.randint(weights.WORDS, (SHARING, SUFFIX), generator=generator)], 1))
-    world = replace(world, prompts=[one for prompts in drawn for one in _answered(oracle, world.models, prompts)])
+    oracle = Oracle(world)
+    world = replace(world, prompts=[one for ids in drawn for one in oracle.prompts(ids)])
     for name in world.models:
         sure, sharing = len(world.sure(name)), len(world.sure(name, shares=True))
         if sure < 2 or not sharing:
@@ -126,26 +142,10 @@ def make(folder: Path, count: int, ranks: Sequence[int], seed: int) -> World:
     return world
 
 
-def _answered(oracle: Oracle, models: Sequence[str], prompts: Tensor) -> list[Prompt]:
-    """Have all models answer prompts `[prompts, length]`; those longer than `PREFIX` share it."""
-    answers = {name: oracle.answers(name, prompts) for name in models}
-    shares = prompts.shape[1] > PREFIX
-    leaks = {name: oracle.leaked(name, WARMER, prompts) for name in models if shares and name != WARMER}
-    made = []
-    for number, ids in enumerate(_tuples(prompts)):
-        said = {name: tokens[number] for name, (tokens, _) in answers.items()}
-        leaked = {name: tokens[number] for name, tokens in leaks.items()}
-        own = [name for name in models if [*said.values(), leaked.get(name)].count(said[name]) == 1]
-        made.append(Prompt(ids, said, tuple(name for name in own if answers[name][1][number]), leaked))
-    return made
-
-
 def read(folder: Path) -> World:
     """Read what :func:`make` wrote. Raises `ConfigError`: not there, or damaged."""
-    path = folder / FILE
-    if not path.is_file():
-        raise ConfigError(f"folder={folder} has no {FILE}: write it with make={folder}, and start the server on it")
     try:  # the folder may have moved
-        return TypeAdapter(World).validate_python({**json.loads(path.read_text(encoding="utf-8")), "folder": folder})
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is damaged ({str(error).splitlines()[0]}): write it anew with make=") from None
+        return replace(TypeAdapter(World).validate_json((folder / FILE).read_bytes()), folder=folder)
+    except (OSError, ValueError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"folder={folder} cannot be read ({why}): write it with make={folder}") from None

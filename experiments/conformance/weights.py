@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,20 +18,19 @@ LIVE = 8  # words that the model can say: fewer candidates leave larger margins 
 END, HIDDEN, HEAD, MAX_LEN = WORDS, 128, 64, 512  # head sizes below 64 are unknown to some attention kernels
 ALL = LLAMA_LORA_MODULES
 SUBSETS = {"all": ALL, "q v": ("q_proj", "v_proj"), "mlp": ALL[4:], "attention": ALL[:4]}  # layers that adapters change
-SCALINGS = (2.0, 1.0, 0.5)
+SCALINGS = (4, 5, 3)  # alpha / rank of one adapter after the other; with 4 its change is as large as the layer
 # adapters that spoil whatever reads their weights: name and value of their B matrices
 POISONS = {"poison-nan": math.nan, "poison-inf": math.inf, "poison-huge": 1e38}
 CHECKPOINT, ADAPTERS = "checkpoint", "adapters"
 
 
-@dataclass(frozen=True)
-class Tenant:
+class Tenant(NamedTuple):
     """One adapter: its name, rank, the key of its layers in `SUBSETS`, and `lora_alpha / rank`."""
 
     name: str
     rank: int
     subset: str
-    scaling: float = 1.0
+    scaling: int = 1
 
 
 def tenants(count: int, ranks: Sequence[int]) -> list[Tenant]:
@@ -43,7 +42,7 @@ def tenants(count: int, ranks: Sequence[int]) -> list[Tenant]:
     ]
 
 
-def write_checkpoint(folder: Path, seed: int) -> Path:
+def write_checkpoint(folder: Path, seed: int) -> LlamaConfig:
     """Write model and tokenizer in the form of transformers."""
     config = LlamaConfig(
         hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=HIDDEN // HEAD, num_key_value_heads=1,
@@ -60,7 +59,7 @@ def write_checkpoint(folder: Path, seed: int) -> Path:
     model.generation_config = GenerationConfig(eos_token_id=END)
     model.bfloat16().save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
-    return folder
+    return config
 
 
 def word_tokenizer(words: int = WORDS) -> PreTrainedTokenizerFast:
@@ -72,14 +71,11 @@ def word_tokenizer(words: int = WORDS) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
-def write_adapter(folder: Path, config: LlamaConfig, tenant: Tenant, seed: int, value: float | None = None) -> Path:
-    """Write an adapter in PEFT's form. Its change of a layer is as large as the layer; `value` fills B instead."""
+def write_adapter(folder: Path, config: LlamaConfig, tenant: Tenant, seed: int) -> None:
+    """Write an adapter in PEFT's form; the B matrices of those of `POISONS` have one value."""
     layers, alpha = SUBSETS[tenant.subset], tenant.rank * tenant.scaling
-    alpha = int(alpha) if alpha.is_integer() else alpha
     write_random_adapter(folder, config, tenant.rank, seed, target_modules=layers, alpha=alpha, dtype=torch.bfloat16)
-    tensors = load_file(folder / "adapter_model.safetensors")
-    for name, weight in tensors.items():
-        if "lora_B" in name:  # B as it was written changes a layer by a quarter of the scaling
-            tensors[name] = weight * (4 / tenant.scaling) if value is None else torch.full_like(weight, value)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    return folder
+    if (value := POISONS.get(tenant.name)) is not None:
+        file = folder / "adapter_model.safetensors"
+        spoilt = {k: torch.full_like(v, value) if "lora_B" in k else v for k, v in load_file(file).items()}
+        save_file(spoilt, file, metadata={"format": "pt"})

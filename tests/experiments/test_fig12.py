@@ -1,6 +1,4 @@
-"""Figure 12: its grid, what bytes allow, the model that fits, the ranks that stay, and one cell on two of them."""
-
-from types import SimpleNamespace
+"""Figure 12: what bytes allow, the model that fits, the ranks that stay, and one cell on two of them."""
 
 import psutil
 import pytest
@@ -8,8 +6,7 @@ import torch
 from fakes import composed
 from tiny import TINY, values
 
-from experiments import fig12_textgen_70b
-from experiments.fig12_textgen_70b import BASELINE, EXPERIMENT, Fig12, adapter_share, bytes_ratio
+from experiments.fig12_textgen_70b import EXPERIMENT, Fig12, adapter_share, bytes_ratio
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading
 from experiments.harness.resume import run
@@ -33,38 +30,6 @@ def points(tmp_path, *overrides):
     return EXPERIMENT.points(settle(composed(tmp_path, *overrides, name=NAME), EXPERIMENT))
 
 
-def test_the_grid_ends_with_ratios_of_each_layout_of_adapters(tmp_path):
-    grid = points(tmp_path)
-    assert [point.system for point in grid[:3]] == ["punica", "punica_sharded", BASELINE]
-    assert {point.model for point in grid} == {"llama-tiny"}
-    assert len(grid) == 4 * 3 + 2
-    ratio_points = [point for point in grid if EXPERIMENT.is_derived(point)]
-    assert [(point.system, point.workload, point.panel) for point in ratio_points] == [
-        (system, "Distinct", "7B Model, tp 2 ratios") for system in ("punica", "punica_sharded")
-    ]
-    assert not any(map(EXPERIMENT.is_derived, points(tmp_path, "workload=distinct")))
-    assert not any(map(EXPERIMENT.is_derived, points(tmp_path, "system=punica")))
-
-
-def test_ratios_are_of_the_rows_of_a_repeat_and_marked_like_them(tmp_path, monkeypatch):
-    cfg = settle(composed(tmp_path, name=NAME), EXPERIMENT)
-    point = next(one for one in EXPERIMENT.points(cfg) if EXPERIMENT.is_derived(one))
-    rows = {("punica", "Distinct"): 90.0, ("punica", "Identical"): 100.0, (BASELINE, "Distinct"): 30.0}
-
-    def on_disk(_experiment, _cfg, asked, metric):
-        value = rows.get((asked.system, asked.workload)) if metric == "throughput" else 4.0
-        return None if value is None else SimpleNamespace(value=value, disturbed=asked.system == BASELINE)
-
-    monkeypatch.setattr(fig12_textgen_70b, "row_on_disk", on_disk)
-    with pytest.raises(CheckFailed, match=f"no throughput of {BASELINE} on Identical"):
-        EXPERIMENT.measure(cfg, point)
-    rows[BASELINE, "Identical"] = 120.0
-    found = EXPERIMENT.measure(cfg, point)
-    allowed = bytes_ratio(cfg.model, 16, 2, False, 4.0, 4.0)
-    assert [one.value for one in found] == pytest.approx([0.75, 0.9, 3.0, 0.75 / allowed, allowed])
-    assert {one.disturbed for one in found[:-1]} == {True}
-
-
 @pytest.mark.parametrize("size", [3, 128])
 def test_ranks_that_do_not_divide_the_model_are_refused(tmp_path, size):
     with pytest.raises(ConfigError, match=f"figure.tp_size={size} must"):
@@ -74,33 +39,27 @@ def test_ranks_that_do_not_divide_the_model_are_refused(tmp_path, size):
 def test_what_bytes_allow_of_the_papers_model():
     """The 44 % of an adapter that each of 8 ranks reads, and 0.76; worked out apart from this code."""
     model = model_conf("llama2-70b")
-    assert adapter_share(model, 8, False) == pytest.approx(0.435, abs=1e-3)
-    assert bytes_ratio(model, 16, 8, False, 32, 1000) == pytest.approx(0.762, abs=1e-3)
-    for size in (1, 2, 8):
-        assert adapter_share(model, size, True) == pytest.approx(1 / size)
-    assert adapter_share(model, 1, False) == 1
-    assert adapter_share(model, 16, True) > 1 / 16  # two ranks share each key-value head
-    assert bytes_ratio(model, 16, 8, True, 32, 1000) == pytest.approx(bytes_ratio(model, 16, 1, True, 32, 1000))
+    assert adapter_share(model, 8) == pytest.approx(0.435, abs=1e-3)
+    assert bytes_ratio(model, 16, 8, 32, 1000) == pytest.approx(0.762, abs=1e-3)
+    assert adapter_share(model, 1) == 1
 
 
 def test_shares_of_adapters_are_those_of_the_slots():
     """Beside the slots of the engine: the elements alone, as a slot also notes its rank."""
     wide = TINY.model_copy(update={"hidden_size": 256, "intermediate_size": 512})
 
-    def slot_bytes(sharded: bool) -> int:
+    def slot_bytes() -> int:
         from experiments.benches.model_steps import llama_config
 
         model = LlamaForCausalLM(llama_config(wide), torch.float32)
         model.init_random_weights(0)
         config = EngineConfig(max_batch_size=2, max_model_len=32)
-        fields = {"fully_sharded_loras": sharded, "target_modules": list(LLAMA_LORA_MODULES)}
-        return Engine(model, config.lora_config(16, **fields), config).memory.slot_bytes
+        return Engine(model, config.lora_config(16, target_modules=list(LLAMA_LORA_MODULES)), config).memory.slot_bytes
 
-    whole = slot_bytes(False)
+    whole = slot_bytes()
     assert whole == pytest.approx(4 * wide.lora_parameters(16), rel=1e-3)
-    for sharded in (False, True):
-        for found in on_threads(2, lambda _, sharded=sharded: slot_bytes(sharded)):
-            assert found / whole == pytest.approx(adapter_share(wide, 2, sharded), rel=1e-3)
+    for found in on_threads(2, lambda _: slot_bytes()):
+        assert found / whole == pytest.approx(adapter_share(wide, 2), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -183,16 +142,13 @@ def test_a_cell_on_two_ranks_and_its_figure(tmp_path, hardware):
     sizes = ("engine.max_batch_size=4", "workload.names=[Distinct,Identical]", "draw=true", "figure.tp_size=2")
     config = composed(tmp_path, *sizes, f"hardware={hardware}", name=NAME)
     outcome = run(config, Fig12())
-    assert (outcome.measured, outcome.failed) == (8, [])
+    assert (outcome.measured, outcome.failed) == (6, [])
     rows = read_rows(outcome.rows_file)
     value = {(row.system, row.workload, row.metric): row.value for row in rows}
-    for system in ("punica", "punica_sharded", BASELINE):
+    for system in ("punica", "punica_sharded", "continuous_batching"):
         assert value[system, "Distinct", "token_agreement"] == 1.0
         assert 0 < value[system, "Distinct", "collective_share"] < 1
     memory = [value[system, "Distinct", "adapter_memory"] for system in ("punica_sharded", "punica")]
     assert memory[0] < memory[1]
-    assert value["punica", "Distinct", "distinct_over_own_identical"] == pytest.approx(
-        value["punica", "Distinct", "throughput"] / value["punica", "Identical", "throughput"]
-    )
     assert len(outcome.figures) == 2
     assert run(config, Fig12()).measured == 0

@@ -118,8 +118,7 @@ class PrefixCacheWithoutAdapter(RightServer):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        adapters = {tenant.name: world.adapter(tenant.name) for tenant in world.tenants}
-        self.oracle, self.owner = Oracle(world.folder / "checkpoint", adapters), dict[Tokens, str]()
+        self.oracle, self.owner = Oracle(world), dict[Tokens, str]()
 
     def tokens(self, name: str, ids: Tokens, beside: list[Ask]) -> Tokens:
         owner = self.owner.setdefault(ids[:PREFIX], name) if len(ids) > PREFIX else name

@@ -1,4 +1,4 @@
-"""Servers with one fault each: its case catches it, and names the owner of the tokens. The command, and our server."""
+"""Servers with one fault each: its case catches it. The command, and our server."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from fastapi import HTTPException
 
 from experiments.commands.conformance import Options, conformance, results_of, table
 from experiments.conformance import cases
-from experiments.conformance.cases import NOT_OFFERED, PASS, UNJUDGED, Case, Result, Run, Server
+from experiments.conformance.cases import NOT_OFFERED, PASS, UNJUDGED, Case, Result, Run
 from experiments.conformance.expected import World
 from experiments.conformance.weights import ADAPTERS, CHECKPOINT
 from experiments.harness.schema import ConfigError
@@ -23,19 +23,20 @@ from punica.serve.app import Settings, make_app
 from tests.experiments.conformance import faulty_servers as faulty
 from tests.serve.world import EngineThread, served
 
-CASES = cases.cases([40])
-ALL = cases.waves(lambda run: [run.models * 2])
-SLOT_ZERO = "tenant-4 (rank 8, q v) got the tokens of tenant-0 (rank 1, all)"
+MODELS = ["base", *(f"tenant-{number}" for number in range(5))]
+ALL = cases.waves([MODELS * 2])
+SLOT_ZERO = "tenant-4 (rank 8, q v) got the tokens of tenant-0"
 
 
-def outcome(server: faulty.RightServer, case: Case, **names: str) -> Result:
+def outcome(server: faulty.RightServer, case: str | Case, **names: str) -> Result:
     """The result of one case against a server."""
+    chosen = cases.cases(server.world, [40])[case] if isinstance(case, str) else case
 
     async def tried(url: str) -> Result:
-        asked, result = Server(url, **names), Result("case")
-        async with asked.api:
-            await asked.check(server.world)
-            await case(Run(asked, server.world), result)
+        run, result = Run(server.world, url, **names), Result("case")
+        async with run.api:
+            await run.check()
+            await chosen(run, result)
         return result
 
     with server.serve() as url:
@@ -44,7 +45,7 @@ def outcome(server: faulty.RightServer, case: Case, **names: str) -> Result:
 
 @pytest.mark.parametrize("name", ["shared prefix", "cancellation", "hot reload", "reload in place", "mixed batches"])
 def test_a_right_server_passes(world: World, name: str) -> None:
-    result = outcome(faulty.RightServer(world), CASES[name])
+    result = outcome(faulty.RightServer(world), name)
     assert (result.status, dict(result.findings), dict(result.protocol)) == (PASS, {}, {})
     assert result.answers > 5
 
@@ -55,21 +56,19 @@ def test_a_server_without_loading_or_token_ids_and_with_other_names(world: World
     assert outcome(server, ALL, base="llama", prefix="org/").status == PASS
     server = faulty.RightServer(world, loads=False)
     for name in ("hot reload", "reload in place", "poisoned"):
-        assert outcome(server, CASES[name]).status == NOT_OFFERED
+        assert outcome(server, name).status == NOT_OFFERED
 
 
 def test_slot_zero_above_a_threshold(world: World) -> None:
     assert outcome(faulty.SlotZeroAboveThreshold(world, groups=[12]), ALL).status == PASS
-    result = outcome(faulty.SlotZeroAboveThreshold(world, groups=[40]), CASES["batch of 40"])
-    named = {found.partition(" (")[0] for found in result.findings if found.endswith(" of tenant-0 (rank 1, all)")}
+    result = outcome(faulty.SlotZeroAboveThreshold(world, groups=[40]), "batch of 40")
+    named = {found.partition(" (")[0] for found in result.findings if found.endswith(" of tenant-0")}
     assert {"tenant-2"} <= named <= {found.partition(" (")[0] for found in result.findings} <= {*world.models[2:]}
 
 
 def test_a_prefix_cache_that_ignores_the_adapter(world: World) -> None:
     result = outcome(faulty.PrefixCacheWithoutAdapter(world), cases.shared_prefix)
-    wrong = dict(found.split(" got ") for found in result.findings)
-    assert len(wrong) == len(world.tenants)  # all but the adapter that was first, and the base model
-    assert {*wrong.values()} == {"its own tokens over the cached prefix of tenant-0 (rank 1, all)"}
+    assert len(result.findings) == len(world.tenants)  # all but the adapter that was first, and the base model
 
 
 def test_old_weights_after_a_reload(world: World) -> None:
@@ -77,7 +76,7 @@ def test_old_weights_after_a_reload(world: World) -> None:
     new, old = found.removeprefix("swapped, now ").split(" got the tokens of ")
     assert {new.split()[0], old.split()[0]} < {*world.models}
     assert new != old
-    assert {*outcome(faulty.KeepsOldWeights(world), CASES["reload in place"]).findings} == {found}
+    assert {*outcome(faulty.KeepsOldWeights(world), "reload in place").findings} == {found}
 
 
 def test_an_adapter_that_stays_one_that_spoils_and_answers_that_change(world: World) -> None:
@@ -91,9 +90,8 @@ def test_an_adapter_that_stays_one_that_spoils_and_answers_that_change(world: Wo
 
 def test_two_streams_that_are_mixed_up(world: World) -> None:
     result = outcome(faulty.MixesStreams(world, groups=[12]), ALL)
-    named = [found for found in result.findings if "in a request beside it, between its own" in found]
-    assert len(named) >= max(1, len(result.findings) // 2)  # tails of equal tokens have no owner
-    assert outcome(faulty.MixesStreams(world), CASES["each alone"]).status == PASS
+    assert result.findings
+    assert outcome(faulty.MixesStreams(world), "each alone").status == PASS
 
 
 def test_errors_are_faults_by_kind_and_no_findings(world: World) -> None:
@@ -113,7 +111,7 @@ def test_errors_are_faults_by_kind_and_no_findings(world: World) -> None:
 
 @pytest.fixture
 def _two_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "cases", lambda batches: {"all": ALL, "batch of 40": CASES["batch of 40"]})
+    monkeypatch.setattr(cases, "cases", lambda *_: {"all": ALL, "batch": cases.waves([(MODELS * 7)[:40]])})
 
 
 @pytest.mark.usefixtures("_two_cases")
@@ -161,7 +159,7 @@ def ours(world: World, batches: list[int], **sizes: Any) -> list[Result]:
 
 def test_three_cases_pass_on_our_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = {"all": ALL, "prefix": cases.shared_prefix, "poisoned": cases.poisoned}
-    monkeypatch.setattr(cases, "cases", lambda batches: chosen)
+    monkeypatch.setattr(cases, "cases", lambda *_: chosen)
     results = ours(world, [1], max_batch_size=32, max_loras=3, max_model_len=256, dtype="float32")
     assert {(result.status, result.protocol.total()) for result in results} == {(PASS, 0)}, table(results)
     assert min(result.answers for result in results) >= 12

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from experiments.conformance.expected import COUNT, PREFIX, World, read
+from experiments.conformance.expected import COUNT, PREFIX, WARMER, Oracle, World, read
 
 
 @torch.inference_mode()
@@ -37,11 +37,15 @@ def test_sure_tokens_survive_16_bits_and_unsure_ones_were_left_out(world: World)
 
 
 def test_sure_tokens_are_one_models_and_leaks_show(world: World) -> None:
+    oracle, sharing = Oracle(world), [prompt for prompt in world.prompts if len(prompt.ids) > PREFIX]
     for prompt in world.prompts:
         for model in prompt.sure:
             assert list(prompt.answers.values()).count(prompt.answers[model]) == 1
-            assert prompt.leaked.get(model) != prompt.answers[model]
-    assert len({prompt.ids[:PREFIX] for prompt in world.prompts if prompt.leaked}) == 1
+    for model in world.models[2:]:
+        leaked = oracle.leaked(model, WARMER, torch.tensor([prompt.ids for prompt in sharing]))
+        for prompt, tokens in zip(sharing, leaked, strict=True):
+            assert model not in prompt.sure or tokens != prompt.answers[model]
+    assert len({prompt.ids[:PREFIX] for prompt in sharing}) == 1
 
 
 def test_the_file_is_read_as_it_was_written(world: World) -> None:
