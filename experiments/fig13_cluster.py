@@ -80,7 +80,7 @@ class Fig13(Experiment):
 def _world(cfg: Config) -> ModuleType:
     from experiments.cluster import ray_hour, simulated_hour
 
-    return {"simulated": simulated_hour, "ray": ray_hour}[cfg.runtime.name]
+    return {"simulated": simulated_hour, "ray": ray_hour}[cfg.runtime]
 
 
 EXPERIMENT = Fig13()

@@ -1,7 +1,7 @@
 """Inputs for timing the LoRA of experts: rotating sets, which together exceed the caches, as in `operator_sets`."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +25,15 @@ class MoELayer(NamedTuple):
     top_k: int
 
 
+class Product(NamedTuple):
+    """Inputs of w13 or w2, set i in ``x[i]`` and ``y[i]``; A and B of every slice, of fewer sets where memory ends."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    stacks: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]
+    ranks: torch.Tensor
+
+
 class ExpertSets:
     """Both LoRA products of a layer for `tokens` rows, row t with adapter ``t % adapters``; none aligned if naive."""
 
@@ -32,109 +41,80 @@ class ExpertSets:
         self, layer: MoELayer, tokens: int, adapters: int, rank: int, device: str = "cuda",
         rotating_bytes: int = ROTATING_BYTES,
     ) -> None:  # fmt: skip
-        self.layer, self.tokens, self.adapters, self.rank = layer, tokens, adapters, rank
         self.generator = torch.Generator(device).manual_seed(0)
         hidden, inner, experts, top_k = layer
         per_pair = 2 * rank * (3 * hidden + 3 * inner)
         pairs = min(tokens * top_k, adapters * experts)
         self.count = max(2, -(-rotating_bytes // (pairs * per_pair)))
         stacks = max(1, min(self.count, MOST_STACK_BYTES // (per_pair * adapters * experts)))
-        a13 = [self._stack(stacks, adapters, experts, rank, hidden) for _ in range(2)]
-        b13 = [self._stack(stacks, adapters, experts, inner, rank) for _ in range(2)]
-        a2 = self._stack(stacks, adapters, experts, rank, inner)
-        b2 = self._stack(stacks, adapters, experts, hidden, rank)
-        self.w13 = [(tuple(a[i] for a in a13), tuple(b[i] for b in b13)) for i in range(stacks)]
-        self.w2 = [((a2[i],), (b2[i],)) for i in range(stacks)]
-        self.x13 = self._normal(self.count, tokens, hidden)
-        self.x2 = self._normal(self.count, tokens * top_k, inner)
-        self.y13 = torch.zeros(self.count, tokens, top_k, 2 * inner, device=device, dtype=DTYPE)
-        self.y2 = torch.zeros(self.count, tokens, top_k, hidden, device=device, dtype=DTYPE)
+
+        def product(slices: int, rows: int, k: int, n: int) -> Product:
+            a = [self._normal(stacks, adapters, experts, rank, k, scale=k**-0.5) for _ in range(slices)]
+            b = [self._normal(stacks, adapters, experts, n, rank, scale=rank**-0.5) for _ in range(slices)]
+            x = self._normal(self.count, rows, k)
+            y = torch.zeros(self.count, tokens, top_k, slices * n, device=device, dtype=DTYPE)
+            pairs = [(tuple(one[i] for one in a), tuple(one[i] for one in b)) for i in range(stacks)]
+            return Product(x, y, pairs, torch.full((slices, adapters), rank, dtype=torch.int32, device=device))
+
+        self.products = {"w13": product(2, tokens, hidden, inner), "w2": product(1, tokens * top_k, inner, hidden)}
         logits = torch.empty(self.count, tokens, experts, device=device).normal_(generator=self.generator)
         self.routing = [route(one, top_k, True) for one in logits]
         self.enabled = torch.ones(adapters + 1, dtype=torch.int32, device=device)
         slots = [t % adapters for t in range(tokens)]
         self.mapping = torch.tensor(slots, dtype=torch.int32, device=device)
         self.wrapper = begun(PunicaWrapperGPU, slots, adapters, rank, device)
-        self.ranks = [torch.full((n, adapters), rank, dtype=torch.int32, device=device) for n in (2, 1)]
-        self.shape = torch.empty(experts, 1, 1)
-        self.aligned = [self._w13_aligned(i) for i in range(self.count)]
+        self.aligned = [self._align(i) for i in range(self.count)]
 
     def columns(self) -> dict[str, Call]:
         """Name -> call on set i; those whose name ends in ``delta`` overwrite their outputs, others accumulate."""
         calls: dict[str, Call] = {
-            "w13": partial(self._w13, add=True),
-            "w2": partial(self._w2, add=True),
-            "w13, delta": partial(self._w13, add=False),
-            "w2, delta": partial(self._w2, add=False),
-            "alignment and w13": self._w13_aligned,
+            "w13": partial(self._add, "w13"),
+            "w2": partial(self._add, "w2"),
+            "w13, delta": partial(self._add, "w13", add=False),
+            "w2, delta": partial(self._add, "w2", add=False),
+            "alignment and w13": lambda i: self._add("w13", i, self._align(i)),
         }
-        return calls if self.aligned[0][0] is None else {**calls, "alignment": self._align}
+        return calls if self.aligned[0].ids is None else {**calls, "alignment": self._align}
 
     def _normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         out = torch.empty(shape, device=self.generator.device, dtype=DTYPE)
         return out.normal_(generator=self.generator).mul_(scale)
 
-    def _stack(self, *shape: int) -> torch.Tensor:
-        return self._normal(*shape, scale=shape[-1] ** -0.5)
-
-    def _w13_aligned(self, i: int) -> Any:
-        """Run a layer's first call; return its alignment, for `_w2`."""
+    def _align(self, i: int) -> Assignment:
         weights, ids = self.routing[i]
-        (a, b), (_, _, experts, top_k) = self.w13[i % len(self.w13)], self.layer
-        return self.wrapper.add_lora_w13(
-            self.y13[i], self.x13[i], a, b, ids, weights, None, self.shape, self.shape, self.tokens, top_k,
-            self.adapters, self.enabled, experts, top_k, 2, False, True, lora_ranks=self.ranks[0],
-        )  # fmt: skip
+        return self.wrapper.assign_pairs(ids, weights, None, self._weights("w13", i), every_slot=True)
 
-    def _align(self, i: int) -> None:
-        _, ids = self.routing[i]
-        active = self.wrapper._active(self.wrapper._slots_of_tokens(None, self.tokens), self.adapters)
-        tokens, top_k = ids.shape
-        block = self.wrapper._expert_ops("the alignment").block_size(tokens, top_k, active, self._weights(0, "w13"))
-        self.wrapper.moe_lora_align_block_size(
-            ids, self.tokens, block, self.layer.experts, self.adapters, self.enabled, None, True, False
-        )
+    def _weights(self, site: str, i: int, add: bool = True) -> ExpertLoRAWeights:
+        own, switches = self.products[site], Switches(mul_routed_weight=site == "w2", add_inputs=add)
+        return ExpertLoRAWeights(*own.stacks[i % len(own.stacks)], self.enabled, own.ranks, None, switches, site)
 
-    def _w13(self, i: int, add: bool) -> None:
-        ids, experts, counts, mapping = self.aligned[i]
-        if ids is not None:
-            ids, experts = ids.view(self.adapters, -1), experts.view(self.adapters, -1)
-        assignment = Assignment(self.routing[i][0], ids, experts, counts, mapping)
-        self.wrapper.add_lora_experts(self.y13[i], self.x13[i], self._weights(i, "w13", add), assignment)
-
-    def _weights(self, i: int, site: str, add: bool = True) -> ExpertLoRAWeights:
-        a, b = self.w13[i % len(self.w13)]
-        return ExpertLoRAWeights(a, b, self.enabled, self.ranks[0], None, Switches(add_inputs=add), site)
-
-    def _w2(self, i: int, add: bool) -> None:
-        (a, b), top_k = self.w2[i % len(self.w2)], self.layer.top_k
-        ids, experts, counts, mapping = self.aligned[i]
-        self.wrapper.add_lora_w2(
-            self.y2[i], self.x2[i], a, b, self.routing[i][0], ids, experts, counts, mapping, self.tokens, self.shape,
-            self.shape, top_k, self.adapters, self.enabled, top_k, False, 0, True, add, lora_ranks=self.ranks[1],
-        )  # fmt: skip
+    def _add(self, site: str, i: int, aligned: Assignment | None = None, add: bool = True) -> None:
+        own = self.products[site]
+        self.wrapper.add_lora_experts(own.y[i], own.x[i], self._weights(site, i, add), aligned or self.aligned[i])
 
     def error(self, name: str) -> float:
         """Relative error of what one call adds, the worse of the first and the last set; 0 for the alignment."""
         if name == "alignment":
             return 0.0
         for i in (0, self.count - 1):
-            (self.y2 if name.startswith("w2") else self.y13)[i].zero_()
+            self._product_of(name).y[i].zero_()
             self.columns()[name](i)
         return self.error_now(name)
 
     def error_now(self, name: str) -> float:
         """Return the same error of the outputs as they are, left by a call that overwrites them."""
-        down = name.startswith("w2")
-        y, x, stacks = (self.y2, self.x2, self.w2) if down else (self.y13, self.x13, self.w13)
-        errors = []
+        own, errors = self._product_of(name), []
         for i in (0, self.count - 1):
-            wanted = torch.zeros_like(y[i], dtype=torch.float32)
+            wanted = torch.zeros_like(own.y[i], dtype=torch.float32)
             weights, ids = self.routing[i]
             routing = reference.Routing(ids, weights, self.mapping, self.enabled)
-            reference.fused_moe_lora(wanted, x[i], *stacks[i % len(stacks)], routing, down)
-            errors.append(float((y[i].float() - wanted).norm() / wanted.norm()))
+            stacks = own.stacks[i % len(own.stacks)]
+            reference.fused_moe_lora(wanted, own.x[i], *stacks, routing, name.startswith("w2"))
+            errors.append(float((own.y[i].float() - wanted).norm() / wanted.norm()))
         return max(errors)
+
+    def _product_of(self, name: str) -> Product:
+        return self.products["w2" if name.startswith("w2") else "w13"]
 
 
 def checked_us(sets: ExpertSets, name: str, calls: int, replays: int) -> float:

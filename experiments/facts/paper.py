@@ -95,11 +95,16 @@ def paper_rows(folder: str | Path) -> pd.DataFrame:
     return pd.concat([*frames, _text_rows(folder)], ignore_index=True)
 
 
+def text_numbers(folder: str | Path, section: str, by: str = "metric") -> dict[str, float]:
+    """The numbers in the text of the paper's `section`, of 7B where they are of a model, by the column `by`."""
+    frame = pd.read_csv(paper_file(folder, "text_other_numbers.csv")).dropna(subset=[by])
+    frame = frame[frame["figure"].eq(f"text section {section}") & frame["model"].fillna("7B").eq("7B")]
+    return dict(zip(frame[by], frame["value"].astype(float), strict=True))
+
+
 def _text_rows(folder: str | Path) -> pd.DataFrame:
     """Sections 5.2 (three times, and 7B's bytes over the link, D03) and 6 (as of one row and of a full step)."""
-    table = pd.read_csv(paper_file(folder, "text_other_numbers.csv"))
-    table = table[table["model"].isna() | (table["model"] == "7B")]
-    said = dict(zip(table["metric"], table["value"], strict=True))
+    said, norms = text_numbers(folder, "5.2"), text_numbers(folder, "6", by="system")
     size, copied = said["lora_bytes_model_fp16"], said["load_time_at_25GBps"]
     loads = [
         ("layer", "punica", "load_time", said["load_one_layer"], "us"),
@@ -110,13 +115,12 @@ def _text_rows(folder: str | Path) -> pd.DataFrame:
         ("overlap", "punica", "load_time", said["load_one_model"], "ms"),
         ("overlap", "punica", "step_latency_alone", said["decode_step"], "ms"),
     ]
-    norms = table[table["metric"] == "norm_latency"][["system", "value"]].itertuples(index=False)
     columns = ["panel", "system", "metric", "value", "unit"]
     section_52 = pd.DataFrame(loads, columns=columns).assign(figure="text 5.2", model="7B", rank=16)
     beside = section_52["panel"].eq("overlap")
     section_52["workload"] = beside.map({True: "Distinct", False: ""})
     section_52["batch_size"] = beside.map({True: 32.0})
-    both = [("RMSNorm", system, "norm_latency", us, "us", rows) for system, us in norms for rows in (1, 32)]
+    both = [("RMSNorm", system, "norm_latency", us, "us", rows) for system, us in norms.items() for rows in (1, 32)]
     section_6 = pd.DataFrame(both, columns=[*columns, "batch_size"]).assign(figure="text 6", workload="", model="")
     found = pd.concat([section_52, section_6], ignore_index=True)
     fixed = {"hardware": "a100", "kind": "paper", "statistic": "value", "scale": "paper", "timer": ""}

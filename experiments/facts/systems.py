@@ -25,10 +25,11 @@ OTHER_STREAMS = f"{STATED_LENGTHS}|{OF_A_TRACE}"
 @dataclass(frozen=True)
 class System:
     """A serving system: ``name``; ``served_by``: its `ServingSystem`, or the dotted name (empty: of the paper alone);
-    ``admission``: its rule, ``chunk``: most rows of prompts in a step, for ``chunked``; ``figures`` that run it;
-    ``lora``: applies adapters, each request's own if ``exact``; ``baseline`` of the paper; ``slow``: fewer steps per
-    window; ``label``; ``policy``: whose batching it has on our engine; ``paper``: names there; ``colour``, ``marker``:
-    None and "" the next free ones; ``shade`` of bars.
+    ``admission``: its rule, ``chunk``: most rows of prompts in a step, for ``chunked``; ``index_rule``: of decode rows
+    (D04), ``sharded``: adapters over ranks, both of our engine; ``figures`` that run it; ``lora``: applies adapters,
+    each request's own if ``exact``; ``baseline`` of the paper; ``slow``: fewer steps per window; ``label``; ``policy``:
+    whose batching it has on our engine; ``paper``: names there; ``colour``, ``marker``: None and "" the next free ones;
+    ``shade`` of bars.
     """
 
     name: str
@@ -40,6 +41,8 @@ class System:
     baseline: bool = False
     slow: bool = False
     chunk: int | None = None
+    index_rule: str = "per_request"
+    sharded: bool = False
     label: str = ""
     policy: str = ""
     paper: tuple[str, ...] = ()
@@ -54,7 +57,7 @@ for _entry in (
            colour=0, marker="o"),
     System("punica_many", admission="fcfs_many", figures=(LOAD,), colour=9, marker="P"),
     System("punica_resident_first", admission="resident_first", figures=(MANY,), colour=4, marker="D"),
-    System("punica_sharded", "experiments.systems.engine_systems.Sharded", figures=(FIG12,), colour=0, shade=0.6),
+    System("punica_sharded", sharded=True, figures=(FIG12,), colour=0, shade=0.6),
     System("continuous_batching", admission="single_adapter", figures=(FIG11, FIG12, LOAD), lora=False,
            baseline=True, label="continuous batching, one adapter", policy="vLLM (2023)", paper=("vLLM",),
            colour=4, marker="v"),
@@ -66,8 +69,8 @@ for _entry in (
            colour=3, marker="s"),
     System("hf_peft_mixed", HUGGING_FACE, "static_mixed", (FIG11,), slow=True, colour=1, marker="D"),
     System("punica_static", admission="static_mixed", figures=(FIG11,), colour=0, marker="*", shade=0.6),
-    System("punica_last_admitted", "experiments.systems.engine_systems.LastAdmitted", figures=(FIG11,), exact=False,
-           colour=9, marker="X", shade=0.3),
+    System("punica_last_admitted", index_rule="last_admitted", figures=(FIG11,), exact=False, colour=9, marker="X",
+           shade=0.3),
     *(System(f"punica_chunk_{rows}", admission="chunked", chunk=rows, figures=(LOAD,), colour=9, shade=shade,
              marker=marker, label=f"punica, {rows} rows of prompts")
       for rows, shade, marker in zip((128, 256, 512, 1024, 2048), (0.2, 0.35, 0.5, 0.65, 0.8), "dp<>h", strict=True)),

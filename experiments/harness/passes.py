@@ -56,7 +56,6 @@ class Passes:
         self.experiment, self.rows, self.budget, self._clocks = experiment, rows, budget, clocks
         self.cfg = next(iter(clocks.values()))
         self._columns, self._digest, self._noise = columns, digest, noise
-        self._seen: dict[tuple[str, int], Group] = {}
         self._tries: Counter[tuple[str, int]] = Counter()
         self._wrong: set[str] = set()  # labels of points whose check failed
         self._short: set[int] = set()  # repeats of which something was left out
@@ -67,7 +66,9 @@ class Passes:
         self._left, self.outcome = len(pending), outcome  # points to be measured, all passes together
         points = len(pending) + len(derived)
         with tqdm(total=points, desc=self.experiment.name, unit="point", dynamic_ncols=True) as self.progress:
+            self._so_far: list[Group] = []
             for index, groups in enumerate(passes):
+                self._so_far += groups
                 if index:
                     left = itertools.chain.from_iterable(passes[index:])
                     seconds = sum(self.budget.estimate(_key(group)) for group in left)
@@ -133,7 +134,6 @@ class Passes:
             except ImpossibleRow as error:
                 self._fail(group, error)
                 return False
-        self._seen[_key(group), group[0].repeat] = group
         return True
 
     def _keep(self, group: Group, readings: Sequence[Sequence[Reading]], found: Disturbance) -> None:
@@ -157,12 +157,11 @@ class Passes:
         return None if None in found else max(value for value in found if value is not None)
 
     def _marked(self) -> list[Group]:
-        return [group for group in self._seen.values() if self._noise_of(group) is not None]
+        return [group for group in self._so_far if self._noise_of(group) is not None]
 
     def _leave_out(self, group: Group) -> None:
         """Count `group` as left out for want of time; rows of earlier runs stay, with their marks."""
         self._short.add(group[0].repeat)
-        self._seen[_key(group), group[0].repeat] = group
         self.outcome.left_out += len(group)
 
     def _in_time(self, group: Group) -> Config:

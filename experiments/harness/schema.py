@@ -51,13 +51,6 @@ class DType(Enum):
         return 4 if self is DType.float32 else 2
 
 
-class Runtime(Enum):
-    """World in which Figure 13's hour is served."""
-
-    simulated = "simulated"
-    ray = "ray"
-
-
 class ModelConf(Settings):
     """One Llama-family model, in the field names of its Hugging Face config (`conf/model/*.yaml`)."""
 
@@ -227,7 +220,7 @@ class RunConf(Settings):
     timer: TimerConf
     scale: ScaleConf
     paths: PathsConf
-    runtime: Runtime = Runtime.simulated  # figure 13: the world that serves its hour
+    runtime: Literal["simulated", "ray"] = "simulated"  # figure 13: the world that serves its hour
     address: str = ""  # figure 13 on Ray: of a cluster, host:6379 or auto; none: a new one on this machine
     force: bool = False  # measure again what is already on disk
     draw: bool = True  # draw the figure after measuring
@@ -273,20 +266,6 @@ def validated(cfg: DictConfig, model: type[S]) -> S:
         raise ConfigError(sentence(error, model, values)) from None
 
 
-WRONG = {
-    "greater_than_equal": "must be at least {ge}: choose {ge} or more",
-    "greater_than": "must be above {gt}: choose more",
-    "less_than_equal": "must be at most {le}: choose {le} or less",
-    "less_than": "must be below {lt}: choose less",
-    "too_short": "must hold at least {min_length}, for example {key}=[1,8,64]",
-    "list_type": "must be a list, which has brackets: {key}=[value,value]",
-    "enum": "must be {expected}: choose one of these",
-    "missing": "is missing: give {key}=<value>",
-    "literal_error": "must be {expected}: choose one of these",
-}
-"""pydantic's kind of error -> the sentence after key and value: limit and remedy."""
-
-
 def sentence(error: ValidationError, model: type[Settings], values: Any) -> str:
     """Return the first error of `values` as `model` in one sentence: key, value, limit and remedy."""
     first = error.errors()[0]
@@ -301,12 +280,12 @@ def sentence(error: ValidationError, model: type[Settings], values: Any) -> str:
     key, value = ".".join(names), values
     for part in names:
         value = value.get(part, "") if isinstance(value, dict) else value
-    wanted = first["msg"].removeprefix("Input should be ")
-    text = WRONG.get(kind, "must be {wanted}: choose such a value").format(
-        key=key, wanted=wanted, **first.get("ctx", {})
-    )
+    if kind == "missing":
+        return f"{key}= is missing: give {key}=<value>"
+    wanted = first["msg"].partition(" should ")[2] or f"be valid ({first['msg']})"
+    wanted = wanted.replace("a valid list", "a list, which has brackets")
     item = f"{first['input']!r} of " if len(names) < len(path) else ""
-    return f"{item}{key}={value} {text}"
+    return f"{item}{key}={value} must {wanted}: choose such a value"
 
 
 def unknown(path: list[str], known: Any) -> str:

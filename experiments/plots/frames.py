@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from experiments.facts.paper import FIGURE_FILES, paper_file, read_figure
+from experiments.facts.paper import FIGURE_FILES, read_figure
 from experiments.facts.systems import MODELS, STAND_INS, SYSTEMS
 from experiments.harness.counted import counted, frame_of, gives_way, merged
-from experiments.harness.schema import REPOSITORY
 from experiments.measure.records import COLUMNS, TIMERS, read_rows
 from experiments.workload.popularity import WORKLOADS
 
@@ -54,13 +53,6 @@ def in_order(rows: pd.DataFrame) -> pd.DataFrame:
 def paper_frame(folder: Path, figure: str) -> pd.DataFrame:
     """The paper's rows of `figure` in the folder `paper_results`; none where the paper has no such figure."""
     return read_figure(folder, figure) if figure in FIGURE_FILES else pd.DataFrame(columns=list(COLUMNS))
-
-
-def text_numbers(section: str, by: str = "metric") -> dict[str, float]:
-    """The numbers in the text of the paper's `section`, of 7B where they are of a model, by the column `by`."""
-    frame = pd.read_csv(paper_file(REPOSITORY / "paper_results", "text_other_numbers.csv")).dropna(subset=[by])
-    frame = frame[frame["figure"].eq(f"text section {section}") & frame["model"].fillna("7B").eq("7B")]
-    return dict(zip(frame[by], frame["value"].astype(float), strict=True))
 
 
 def series(frame: pd.DataFrame, x: str, y: str = "value") -> tuple[list[float], list[float]]:

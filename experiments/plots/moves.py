@@ -7,8 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from experiments.facts.paper import text_numbers
+from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
-from experiments.plots.frames import centre, measured, series, text_numbers
+from experiments.plots.frames import centre, measured, series
 from experiments.plots.overlay import curve
 
 PAPER_RANK = 16  # of D03; the text names none
@@ -38,7 +40,7 @@ MIGRATION = (
 def draw_loading(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Columns: one layer, whole model, beside decode. Above: times; below: bandwidth, and what the step loses."""
     figure, axes = style.grid(2, 3, style.PAGE, 4.6, sharex=False, sharey=False, width_ratios=(1, 1, 1.35))
-    said = text_numbers("5.2")
+    said = text_numbers(REPOSITORY / "paper_results", "5.2")
     model, layer = said["lora_bytes_model_fp16"], said["lora_bytes_per_layer_fp16"]
     copied = said["load_time_at_25GBps"]
     for (above, below), (panel, title, unit, size, time, arithmetic) in zip(

@@ -10,10 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from experiments.facts.paper import text_numbers
 from experiments.harness.experiment import Overlay
+from experiments.harness.schema import REPOSITORY
 from experiments.plots import style
 from experiments.plots.floors import FLOOR
-from experiments.plots.frames import centre, distinct, disturbed_at, interval, measured, role_of, series, text_numbers
+from experiments.plots.frames import centre, distinct, disturbed_at, interval, measured, role_of, series
 
 SAID = ("SGMV", "backbone X@W", "Distinct", "Identical", "len 128", "len 2048")
 """Lines whose growth is printed and whose floor is drawn."""
@@ -229,7 +231,7 @@ def _roofline(axis: Axes, rows: pd.DataFrame, roofs: pd.DataFrame, paper: pd.Dat
 
 def draw_norms(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Section 6: latency of both forms of the norm over rows, axes per clock, with the least and largest saving."""
-    clocks, said = list(dict.fromkeys(rows["timer"])), text_numbers("6", by="system")
+    clocks, said = list(dict.fromkeys(rows["timer"])), text_numbers(REPOSITORY / "paper_results", "6", by="system")
     figure, axes = style.grid(len(clocks), 1, style.COLUMN, 1.6 * len(clocks) + 1.4)
     for axis, clock in zip(axes[:, 0], clocks, strict=True):
         timed, lines = rows[rows["timer"] == clock], {}

@@ -169,8 +169,13 @@ def dots(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, order: Sequence[s
 
 def bar(axis: Axes, at: float, cell: Any, width: float, paper: bool = False, spans: bool = True) -> float:
     """Draw the bar of a row with its span over repeats, 0.9 of `width` wide; return their upper end."""
-    loud = getattr(cell, "disturbed", None) is True
-    return style.bar(axis, at, cell.value, 0.9 * width, cell.system, paper, loud, _span(cell) if spans else ())
+    axis.bar(at, cell.value, 0.9 * width, zorder=3, **style.patch(cell.system, paper))
+    low, high = _span(cell) if spans else (cell.value, cell.value)
+    if low < high:
+        axis.vlines(at, low, high, color="0.1", linewidth=0.8, zorder=4)
+    if getattr(cell, "disturbed", None) is True:
+        style.crossed(axis, [at], [cell.value])
+    return float(max(cell.value, high))
 
 
 def _span(cell: Any) -> list[float]:

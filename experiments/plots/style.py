@@ -215,20 +215,6 @@ def patches(names: Iterable[str]) -> list[Artist]:
     return [Patch(label=name_of(name), **patch(name)) for name in names]
 
 
-def bar(
-    axis: Axes, at: float, value: float, width: float, name: str, paper: bool = False, disturbed: bool = False,
-    span: Sequence[float] = (),
-) -> float:  # fmt: skip
-    """Draw a bar of `name` around `at`, its `span` over repeats as a line; return their upper end."""
-    axis.bar(at, value, width, zorder=3, **patch(name, paper))
-    low, high = span or (value, value)
-    if low < high:
-        axis.vlines(at, low, high, color="0.1", linewidth=0.8, zorder=4)
-    if disturbed:
-        crossed(axis, [at], [value])
-    return max(value, high)
-
-
 def crossed(axis: Axes, xs: Iterable[float], ys: Iterable[float], at: Collection[float] | None = None) -> None:
     """Cross out the points that are disturbed: those at x in `at` (None: all)."""
     points = [(x, y) for x, y in zip(xs, ys, strict=True) if at is None or x in at]

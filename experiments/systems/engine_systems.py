@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import ClassVar
 from unittest.mock import patch
 
 import torch
@@ -35,23 +34,20 @@ def timed_step(engine: Engine, clock: Callable[[], float] | None = None) -> tupl
 
 
 class EngineSystem(ServingSystem):
-    """The engine with the system's rule of admission, with or without LoRA; subclasses change `index_rule`,
-    `fully_sharded`, slots, requests, `register` and `capture_for`.
+    """The engine with the system's rules, with or without LoRA; subclasses change slots, requests, `register` and
+    `capture_for`.
     """
-
-    index_rule: ClassVar[str] = "per_request"
-    fully_sharded: ClassVar[bool] = False
 
     def __init__(self, world: World, facts: System) -> None:
         super().__init__(world, facts)
-        config = replace(world.limits.engine_config(facts.lora, self.index_rule), prefill_chunk=facts.chunk)
+        config = replace(world.limits.engine_config(facts.lora, facts.index_rule), prefill_chunk=facts.chunk)
         lora = self.lora_config(config) if facts.lora else None
         self.engine = Engine(world.backbone(), lora, config, facts.admission, cache=world.kv_cache, warm_up=False)
         self.names = itertools.count()
 
     def lora_config(self, config: EngineConfig) -> LoRAConfig:
         """Return slots as many as a batch can use, and all adapters in host memory."""
-        return config.lora_config(self.world.rank, max_cpu_loras=MOST_ADAPTERS, fully_sharded_loras=self.fully_sharded)
+        return config.lora_config(self.world.rank, max_cpu_loras=MOST_ADAPTERS, fully_sharded_loras=self.facts.sharded)
 
     def request(self, job: Job) -> Request:
         adapter = LoRARequest(f"adapter-{job.adapter_id}", job.adapter_id, "registered in memory")
@@ -64,7 +60,7 @@ class EngineSystem(ServingSystem):
             return
         manager.remove_all_adapters()
         for adapter_id in sorted(adapter_ids):
-            key = self.fully_sharded, self.world.adapter_set(adapter_id)
+            key = self.facts.sharded, self.world.adapter_set(adapter_id)
             if key in self.world.registered:
                 manager.restore_adapter(self.world.registered[key].clone(adapter_id), None)
             else:
@@ -131,7 +127,7 @@ class EngineSystem(ServingSystem):
     def _capture(self, timeline: Timeline, first: int, end: int) -> None:
         """Capture the CUDA graphs of these steps before the first step needs each."""
         for prompt_rows, decode_rows, adapters in sorted(step_shapes(timeline, first, end), reverse=True):
-            if self.index_rule == "last_admitted":
+            if self.facts.index_rule == "last_admitted":
                 adapters = min(adapters, 1)
             self.engine.capture_step(prompt_rows, decode_rows, adapters, uses_lora=self.facts.lora)
 
@@ -168,15 +164,3 @@ def step_shapes(timeline: Timeline, first: int, end: int) -> set[tuple[int, int,
             if rows or stretch.steps > bool(stretch.joined):
                 shapes.add((rows, len(decoding), len({timeline.adapters[request] for request in decoding})))
     return shapes
-
-
-class Sharded(EngineSystem):
-    """Fully sharded adapters, of which each tensor-parallel rank holds its own part alone."""
-
-    fully_sharded = True
-
-
-class LastAdmitted(EngineSystem):
-    """The released harness's index rule (D04): all decode rows take the adapter admitted last; tokens are wrong."""
-
-    index_rule = "last_admitted"

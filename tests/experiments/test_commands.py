@@ -114,7 +114,7 @@ def test_a_report_that_fails_keeps_the_run_and_the_next_writes_it(measured, erro
     [
         ("figures=fig08", "figures=fig08 must be a list"),
         ("figures=[fig99]", "figures has 'fig99'"),
-        ("figures=[fig08] scale.repeats=0", "scale.repeats=0 must be at least 1"),
+        ("figures=[fig08] scale.repeats=0", "scale.repeats=0 must be greater than or equal to 1"),
         ("source=old", "source=old must be 'auto'"),
         ("figures=[fig08,readme] model=llama-tiny", "model=llama-tiny would change nothing"),
         ("figure.minutes.laptop=0.01", "figure= would be read by nothing"),
