@@ -1,11 +1,14 @@
-"""What every rank of a tensor-parallel group runs: each layer beside the same layer on one rank."""
+"""What every rank of a tensor-parallel group runs: each layer beside the same layer on one rank.
 
+Ranks may be threads, so that one at a time draws random numbers.
+"""
+
+import threading
 from collections.abc import Callable
 
 import torch
 from layer_cases import (
     ALONE,
-    COMMON,
     DIM,
     IN,
     LINEAR,
@@ -42,9 +45,11 @@ NAMES = [
 ]
 
 
-def check(rank: int, device_type: str, dtype_name: str, fp8: str | None = None) -> dict[str, str]:
-    """Run every check on this rank of the current group; name -> what was wrong ("" for nothing)."""
-    COMMON["fp8"] = fp8
+DRAWING = threading.Lock()
+
+
+def check(rank: int, device_type: str = "cpu", dtype_name: str = "float32") -> dict[str, str]:
+    """Run every check on this rank of the current group; name -> what was wrong."""
     device = device_type
     if device_type == "cuda":
         torch.cuda.set_device(rank)
@@ -56,7 +61,6 @@ def check(rank: int, device_type: str, dtype_name: str, fp8: str | None = None) 
         checks: dict[str, Callable[..., None]] = {"embedding": check_embedding, "logits": check_logits}
         try:
             checks.get(layer, check_linear)(layer, kind == "sharded", device, dtype)
-            found[name] = ""
         except AssertionError as error:
             found[name] = str(error) or repr(error)
     return found
@@ -109,19 +113,22 @@ def check_linear(name: str, sharded: bool, device: str, dtype: torch.dtype) -> N
 def steps_of(name: str, sharded: bool, device: str, dtype: torch.dtype, place: dict[str, int] | None) -> list[Tensor]:
     """Three steps: adapters of all ranks; no adapter at all; after small and large ranks changed places."""
     case = LINEAR[name]
-    torch.manual_seed(1)
     config = config_for(dtype, fully_sharded_loras=sharded and place is None)
-    layer, _ = linear_layer(case, config, device, place)
+    with DRAWING:
+        torch.manual_seed(1)
+        layer, _ = linear_layer(case, config, device, place)
+        x = torch.randn(len(MIXED), IN).to(device, dtype)
+        ranks = {0: 1, 2: 8, 1: 3}
+        changed = {slot: [random_pair(rank, IN, size) for size in case.sizes] for slot, rank in ranks.items()}
     assert type(layer) is expected_class(case, sharded and place is None)
     wrapper = wrapper_for(config, device)
     layer.set_mapping(wrapper)
-    x = torch.randn(len(MIXED), IN).to(device, dtype)
     if case.cut_input and place is None:
         x = x.chunk(get_tensor_model_parallel_world_size(), dim=-1)[get_tensor_model_parallel_rank()].contiguous()
     outputs = []
-    for slots, changes in ((MIXED, {}), ([-1] * len(MIXED), {}), (MIXED, {0: 1, 2: 8, 1: 3})):
-        for slot, rank in changes.items():
-            fill(layer, slot, [random_pair(rank, IN, size) for size in case.sizes])
+    for slots, changes in ((MIXED, {}), ([-1] * len(MIXED), {}), (MIXED, changed)):
+        for slot, pairs in changes.items():
+            fill(layer, slot, pairs)
         use(wrapper, slots)
         outputs.append(layer(x.clone()))
     return outputs
@@ -131,9 +138,10 @@ def check_embedding(name: str, sharded: bool, device: str, dtype: torch.dtype) -
     """With adapters, 1-D; without, 2-D (all ids but the first)."""
     ids, found = torch.tensor([0, 19, 7, 14, 15, 3, 8], device=device), []
     for place in ({}, ALONE):
-        torch.manual_seed(2)
         config = config_for(dtype, fully_sharded_loras=sharded)
-        layer, _ = embedding_layer(config, device, **place)
+        with DRAWING:
+            torch.manual_seed(2)
+            layer, _ = embedding_layer(config, device, **place)
         wrapper = wrapper_for(config, device)
         layer.set_mapping(wrapper)
         use(wrapper, MIXED, ORG)
@@ -151,11 +159,12 @@ def check_logits(name: str, sharded: bool, device: str, dtype: torch.dtype) -> N
     hidden = torch.linspace(-2, 2, len(MIXED) * DIM, device=device).view(-1, DIM).to(dtype)
 
     def logits_of(all_gather: bool, place: dict[str, int]) -> Tensor | None:
-        torch.manual_seed(3)
         config = config_for(dtype, fully_sharded_loras=sharded)
         processor = LogitsProcessor(VOCAB, scale=0.5, soft_cap=2.0)
         processor.use_all_gather = all_gather
-        layer, head, _ = logits_layer(config, device, processor=processor, **place)
+        with DRAWING:
+            torch.manual_seed(3)
+            layer, head, _ = logits_layer(config, device, processor=processor, **place)
         assert (layer.sharded_to_full_mapping_gpu is None) == bool(place)
         wrapper = wrapper_for(config, device)
         layer.set_mapping(wrapper)

@@ -1,37 +1,34 @@
-"""Every LoRA layer, plain and fully sharded, in real processes over gloo or NCCL equals one rank."""
+"""Every LoRA layer, plain and fully sharded, on ranks (threads, processes over gloo or NCCL) equals one rank."""
 
 import pytest
 import torch
-from tensor_parallel_checks import NAMES, check, check_graph
+from layer_cases import COMMON
+from tensor_parallel_checks import check, check_graph
 
 from punica.parallel import spawn_tensor_parallel
+from tests.parallel.thread_ranks import on_threads
 
 
 def gpus() -> int:
     return 4 if torch.cuda.device_count() >= 4 else 2
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((2, "cpu", "float32", None), id="tp2"),
-        pytest.param((4, "cpu", "float32", None), id="tp4", marks=pytest.mark.slow),
-        pytest.param((2, "cpu", "float32", "float8_e4m3fn"), id="tp2 with FP8 slots", marks=pytest.mark.slow),
-        *(
-            pytest.param((None, "cuda", dtype, None), id=f"GPUs, {dtype}", marks=pytest.mark.multi_gpu)
-            for dtype in ("float32", "bfloat16")
-        ),
-    ],
-)
-def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    """What each rank found; one group of processes runs all checks, since starting it is what takes time."""
-    ranks, *how = request.param
-    return spawn_tensor_parallel(check, ranks or gpus(), *how)
+@pytest.mark.parametrize(("tp_size", "fp8"), [(2, None), (4, None), (2, "float8_e4m3fn")])
+def test_threads_together_equal_one_rank(tp_size: int, fp8: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMON, "fp8", fp8)
+    assert on_threads(tp_size, check) == [{}] * tp_size
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_ranks_together_equal_one_rank(name: str, found: list[dict[str, str]]) -> None:
-    assert [of_rank[name] for of_rank in found] == [""] * len(found)
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_processes_together_equal_one_rank(tp_size: int) -> None:
+    assert spawn_tensor_parallel(check, tp_size, backend="gloo") == [{}] * tp_size
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gpus_together_equal_one_rank(dtype: str) -> None:
+    assert spawn_tensor_parallel(check, gpus(), "cuda", dtype) == [{}] * gpus()
 
 
 @pytest.mark.multi_gpu

@@ -213,6 +213,43 @@ class World:
         assert torch.equal(output[untouched], self.y[untouched])
 
 
+def narrow(world: World) -> Tensor:
+    """y without columns behind the slices."""
+    return world.y[..., : world.case.slices * world.case.width].contiguous()
+
+
+def add_w13(
+    wrapper: Any, world: World, y: Tensor, mapping: Any = None, expert_map: Any = None, tuned: bool = False,
+    **changes: Any,
+) -> tuple:  # fmt: skip
+    """The alignment that w13 leaves; ``changes``: of its keywords, of ``x``, ``num_tokens`` and ``num_slices``."""
+    case, w, x = world.case, torch.empty(world.case.experts, 1, 1), changes.pop("x", world.x)
+    tokens, slices = changes.pop("num_tokens", case.tokens), changes.pop("num_slices", case.slices)
+    return wrapper.add_lora_w13(
+        y, x, tuple(world.a), tuple(world.b), world.topk_ids, world.weights, expert_map, w, w, tokens, case.top_k,
+        case.slots, world.enabled, case.experts, case.top_k, slices, False, tuned, mapping, **keywords(world) | changes,
+    )  # fmt: skip
+
+
+def add_w2(
+    wrapper: Any, world: World, y: Tensor, aligned: tuple, sharded: bool = False, offset: int = 0,
+    tuned: bool = False, **changes: Any,
+) -> None:  # fmt: skip
+    case, w = world.case, torch.empty(world.case.experts, 1, 1)
+    wrapper.add_lora_w2(
+        y, world.x, tuple(world.a), tuple(world.b), world.weights, *aligned, case.tokens, w, w, case.top_k, case.slots,
+        world.enabled, case.top_k, sharded, offset, tuned, **keywords(world) | changes,
+    )  # fmt: skip
+
+
+def keywords(world: World) -> dict[str, Any]:
+    """Ranks, and what is to be said of FP8, as a layer passes it."""
+    found: dict[str, Any] = {"lora_ranks": world.ranks} if world.case.ranks else {}
+    if world.scheme is not None:
+        found |= {"lora_a_scale": world.a_scale, "lora_b_scale": world.b_scale, "quant_args": world.scheme._asdict()}
+    return found if world.x_scale is None else found | {"a_scale": world.x_scale}
+
+
 CASES = {
     "plain": Case(),
     "naive": Case(naive=True),

@@ -12,7 +12,7 @@ from punica.metadata import LoRAMapping
 from punica.ops.triton_ops import configs, moe_rules
 from punica.vllm.experts import DEFAULTS, normalize_lora_config_keys, positional_config, try_get_optimal_moe_lora_config
 from punica.wrapper import PunicaWrapperCPU, PunicaWrapperGPU
-from tests.ops.moe_cases import E5M2, Case, World
+from tests.ops.moe_cases import E5M2, Case, World, add_w2, add_w13, keywords, narrow
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -87,49 +87,12 @@ LAYERS = {
 }
 
 
-def narrow(world: World) -> torch.Tensor:
-    """y without columns behind the slices."""
-    return world.y[..., : world.case.slices * world.case.width].contiguous()
-
-
-def add_w13(
-    wrapper: Any, world: World, y: torch.Tensor, mapping: Any = None, expert_map: Any = None, tuned: bool = False,
-    **changes: Any,
-) -> tuple:  # fmt: skip
-    """The alignment that w13 leaves; ``changes``: of its keywords, of ``num_tokens`` and ``num_slices``."""
-    case, w = world.case, torch.empty(world.case.experts, 1, 1)
-    tokens, slices = changes.pop("num_tokens", case.tokens), changes.pop("num_slices", case.slices)
-    return wrapper.add_lora_w13(
-        y, world.x, tuple(world.a), tuple(world.b), world.topk_ids, world.weights, expert_map, w, w, tokens, case.top_k,
-        case.slots, world.enabled, case.experts, case.top_k, slices, False, tuned, mapping, **keywords(world) | changes,
-    )  # fmt: skip
-
-
-def add_w2(
-    wrapper: Any, world: World, y: torch.Tensor, aligned: tuple, sharded: bool = False, offset: int = 0,
-    tuned: bool = False,
-) -> None:  # fmt: skip
-    case, w = world.case, torch.empty(world.case.experts, 1, 1)
-    wrapper.add_lora_w2(
-        y, world.x, tuple(world.a), tuple(world.b), world.weights, *aligned, case.tokens, w, w, case.top_k, case.slots,
-        world.enabled, case.top_k, sharded, offset, tuned, **keywords(world),
-    )  # fmt: skip
-
-
 def both(wrapper: Any, up: World, down: World, mapping: Any = None, tuned: bool = False, **given: Any) -> tuple:
     """w13, then w2 with what it returned: the alignment, and both outputs."""
     y13, y2 = narrow(up), narrow(down)
     aligned = add_w13(wrapper, up, y13, mapping, tuned=tuned, **given)
     add_w2(wrapper, down, y2, aligned, tuned=tuned)
     return aligned, y13, y2
-
-
-def keywords(world: World) -> dict[str, Any]:
-    """Ranks, and what is to be said of FP8, as a layer passes it."""
-    found: dict[str, Any] = {"lora_ranks": world.ranks} if world.case.ranks else {}
-    if world.scheme is not None:
-        found |= {"lora_a_scale": world.a_scale, "lora_b_scale": world.b_scale, "quant_args": world.scheme._asdict()}
-    return found if world.x_scale is None else found | {"a_scale": world.x_scale}
 
 
 def worlds(name: str, device: Any) -> tuple[World, World]:

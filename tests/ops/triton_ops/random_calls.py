@@ -32,7 +32,7 @@ from punica.ops.scales import Scheme  # noqa: E402
 from punica.vllm.experts import DEFAULTS  # noqa: E402
 from punica.wrapper import PunicaWrapperGPU  # noqa: E402
 from tests.ops.fp8_batches import E4M3, E5M2, MODES  # noqa: E402
-from tests.ops.moe_cases import SCHEMES, Case, World  # noqa: E402
+from tests.ops.moe_cases import SCHEMES, Case, World, add_w2, add_w13, keywords  # noqa: E402
 
 PER_FORM, MOST_WEIGHTS = (4, 100_000) if SMALL else (160, 6_000_000)
 NUMBERS = torch.arange(4096, device=DEVICE)
@@ -290,25 +290,20 @@ def experts_of_tensors(form: SimpleNamespace, call: SimpleNamespace, world: Worl
 
 
 def experts_of_wrapper(form: SimpleNamespace, call: SimpleNamespace, world: World, y: Tensor) -> None:
-    case, fp8, w = world.case, world.scheme, torch.empty(world.case.experts, 1, 1)
-    wrapper, sizes = in_step(form, *[case.mapping or ()] * 2), (case.top_k, case.slots, world.enabled)
-    rest: dict[str, Any] = {"lora_ranks": world.ranks if case.ranks else None, "add_inputs": case.add_inputs}
-    if fp8 is not None:
-        rest |= {"lora_a_scale": world.a_scale, "lora_b_scale": world.b_scale, "a_scale": world.x_scale}
-        rest["quant_args"] = fp8._asdict()
-    operands, pairs = (y, world.x, tuple(world.a), tuple(world.b)), (case.tokens, case.block, case.experts, case.slots)
-    mapping, *aligned = wrapper.moe_lora_align_block_size(world.topk_ids, *pairs, world.enabled, None, True, case.naive)
+    case, more = world.case, {"add_inputs": world.case.add_inputs}
+    wrapper = in_step(form, *[case.mapping or ()] * 2)
+    pairs = (case.tokens, case.block, case.experts, case.slots, world.enabled, None, True, case.naive)
+    mapping, *aligned = wrapper.moe_lora_align_block_size(world.topk_ids, *pairs)
     if call.op == "experts by numbers":
         blocks = dict(zip(DEFAULTS, form.numbers, strict=True))
         switches = {"mul_routed_weight": case.down, "offset": case.offset, "token_lora_mapping": mapping}
         ranks = (case.rank, case.top_k, blocks, blocks, world.enabled)
-        wrapper.add_lora_fused_moe(*operands, world.weights, *aligned, *ranks, **switches, **rest)
+        operands = (y, world.x, tuple(world.a), tuple(world.b), world.weights)
+        wrapper.add_lora_fused_moe(*operands, *aligned, *ranks, **switches, **keywords(world) | more)
     elif case.down:
-        more = (case.tokens, w, w, *sizes, case.top_k, False, 0, False)
-        wrapper.add_lora_w2(*operands, world.weights, *aligned, mapping, *more, **rest)
+        add_w2(wrapper, world, y, (*aligned, mapping), **more)
     else:
-        more = (None, w, w, case.tokens, *sizes, case.experts, case.top_k, case.slices, False, False)
-        wrapper.add_lora_w13(*operands, world.topk_ids, world.weights, *more, **rest)
+        add_w13(wrapper, world, y, **more)
 
 
 def call_alignment(form: SimpleNamespace, call: SimpleNamespace, rng: Random) -> str:

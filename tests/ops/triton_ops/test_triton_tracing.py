@@ -16,7 +16,7 @@ from punica.ops.triton_ops import TritonOps, moe_align, quantized_rows
 from punica.ops.weights import LoRAWeights
 from punica.wrapper import PunicaWrapperGPU
 from tests.ops.helpers import step as step_of
-from tests.ops.moe_cases import Case, World
+from tests.ops.moe_cases import Case, World, add_w13, narrow
 
 WRITES = {
     "lora_shrink": "output_tensor", "lora_expand": "output_tensor", "lora_linear": "output_tensor",
@@ -115,21 +115,15 @@ def test_experts_in_a_compiled_function_equal_eager(fp8: str | None, device: str
     wrapper = PunicaWrapperGPU(8, 8, device, max_loras=2)
     ids = tuple(slot + 1 for slot in world.mapping.tolist())
     wrapper.update_metadata(LoRAMapping(ids, ids), [1, 2], 3, 100)
-    keywords: dict[str, Any] = {"lora_ranks": world.ranks}
-    if fp8:
-        scheme = {"use_fp8_w8a8": True, "per_channel_quant": True}
-        keywords |= {"lora_a_scale": world.a_scale, "lora_b_scale": world.b_scale, "quant_args": scheme}
+    changes = {"quant_args": {"use_fp8_w8a8": True, "per_channel_quant": True}} if fp8 else {}
     w = torch.randn(4, 24, 32, device=device).half()
 
     def layer(x: Tensor, y: Tensor) -> Tensor:
         y = y * 2
-        wrapper.add_lora_w13(
-            y, x, tuple(world.a), tuple(world.b), world.topk_ids, world.weights, None, w, w, 5, 2, 2, world.enabled, 4,
-            2, 1, False, False, **keywords,
-        )  # fmt: skip
+        add_w13(wrapper, world, y, x=x, **changes)
         return y + moe_align.PairGroups(world.topk_ids, 4).multiply(x, w, 2) + quantized_rows(x)[1].sum()
 
-    y = world.y[..., :24].contiguous()
+    y = narrow(world)
     compiled = torch.compile(layer, backend="eager")
     for x in (world.x, 2 * world.x):
         assert torch.equal(compiled(x, y), layer(x, y))
