@@ -25,7 +25,7 @@ from experiments.simulator import StepCost, TimedStep, Trace, fit_step_cost
 from experiments.workload import MAX_BATCH, released_lengths, rescaled
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.cluster.ray_cluster import RayCluster, RunnerStep
-from punica.cluster.ray_runners import RankResources
+from punica.cluster.ray_runners import RunnerResources
 from punica.cluster.runner import random_engine
 from punica.engine import Engine, EngineConfig, Request, RequestState
 
@@ -93,7 +93,7 @@ def tenants_of(world: World) -> Iterator[Tenants]:
 @contextmanager
 def runners(world: World, tenants: Tenants) -> Iterator[RayCluster]:
     """Start the runners of ``world``, a GPU for each on GPUs; `ConfigError` where Ray or a runner does not come up."""
-    address, resources = world.address or None, RankResources(num_gpus=int(world.device == "cuda"))
+    address, resources = world.address or None, RunnerResources(num_gpus=int(world.device == "cuda"))
     try:
         started = RayCluster(tenants.build, world.runners, resources=resources, rule=world.rule, address=address)
     except (RuntimeError, ValueError) as error:
@@ -165,7 +165,7 @@ def serve(
             states.append(cluster.add_request(asked[len(states)]))
         if now >= kill_at_s and any(cluster.working_sets.values()):
             busiest = max(cluster.working_sets, key=lambda uuid: cluster.working_sets[uuid])
-            ray.kill(cluster.runners[busiest].actors[0])
+            ray.kill(cluster.runners[busiest].actor)
             kill_at_s = float("inf")
         wait = None if len(states) == len(asked) else max(0.0, arrivals_s[len(states)] - now)
         if wait is not None and not cluster.has_unfinished():

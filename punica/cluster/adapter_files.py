@@ -2,18 +2,17 @@
 
 import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from punica.adapters import LoRARequest, LRUCache
 from punica.adapters.config import CONFIG_FILE, MOST_CONFIG_BYTES, resolve_adapter_path
 from punica.adapters.read import WEIGHTS_FILE, AdapterVersion
 from punica.adapters.request import changed_error
-from punica.parallel import all_ranks_agree
 
 AdapterFiles = Mapping[str, bytes]  # of a PEFT folder, by name
 MOST_WEIGHTS_BYTES = 16 << 30
@@ -45,8 +44,7 @@ def read_adapter_files(adapter: LoRARequest) -> AdapterFiles:
         file = folder / name
         if not file.is_file():
             raise FileNotFoundError(f"{str(file)!r} is not a regular file; a PEFT adapter folder needs {name}")
-        size = file.stat().st_size
-        if size > most:
+        if (size := file.stat().st_size) > most:
             raise ValueError(
                 f"{str(file)!r} has {size} bytes, and at most {most} are served from the object store; give the "
                 "adapter a smaller file, or name it when the engines start, which then read its folder"
@@ -75,39 +73,29 @@ class AdapterFolderCache:
     def __init__(self, fetch: Callable[[Any], AdapterFiles], capacity: int) -> None:
         self._fetch = fetch
         self._home: tempfile.TemporaryDirectory[str] | None = None
-        self._folders: LRUCache[str, Path] = LRUCache(capacity, on_remove=_remove)
+        self._folders: LRUCache[str, Path] = LRUCache(capacity, on_remove=lambda _, folder: rmtree(folder, True))
 
     def __len__(self) -> int:
         return len(self._folders)
 
     def local(self, adapter: LoRARequest, files: StoredFiles) -> LoRARequest:
-        """Return the adapter with a folder of this machine; an error of ``fetch`` on one rank is raised on all."""
+        """Return the adapter with a folder of this machine."""
         if self._home is None:
             self._home = tempfile.TemporaryDirectory(prefix="punica-adapters-")
         name = f"{adapter.lora_int_id}-{files.digest}"
         folder = self._folders.get(name)
         if folder is None:
             folder = Path(self._home.name, name)
-            with all_ranks_agree():
-                _write(self._fetch(files.content), folder)
+            contents, unfinished = self._fetch(files.content), Path(tempfile.mkdtemp(dir=self._home.name))
+            try:
+                for file, content in contents.items():
+                    (unfinished / os.path.basename(file)).write_bytes(content)
+                unfinished.rename(folder)
+            except BaseException:  # nothing is left of it
+                rmtree(unfinished, ignore_errors=True)
+                raise
             self._folders.put(name, folder)
         return replace(adapter, lora_path=str(folder))
-
-
-def _write(contents: AdapterFiles, folder: Path) -> None:
-    """Write files into a new folder beside `folder` and rename it; nothing is left of it after an error."""
-    unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
-    try:
-        for file, content in contents.items():
-            (unfinished / os.path.basename(file)).write_bytes(content)
-        unfinished.rename(folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-
-
-def _remove(name: str, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 class LoadedVersions:

@@ -20,9 +20,9 @@ from punica.checks import clip
 from punica.cluster.adapter_files import LoadedVersions, StoredFiles
 from punica.cluster.gpu import StepWork
 from punica.cluster.policy import ClusterPolicy
-from punica.cluster.quarantine import CrashRecord
+from punica.cluster.quarantine import MAX_SOLO_CRASHES, CrashRecord
 from punica.cluster.runner import JoiningRequest, RunnerDescription, StepCommand, StepReply
-from punica.engine.requests import StateFactory, check_tokens
+from punica.engine.requests import StateFactory, check_request
 from punica.scheduling import Request, RequestState
 
 _MOST_REMEMBERED = 1024  # entries of the cache of adapter ranks
@@ -105,22 +105,25 @@ class Dispatcher:
         return len(self._entries)
 
     def add(self, request: Request) -> RequestState:
-        """Queue a request; return its state, updated as tokens arrive. The runner that it joins checks its adapter.
-
-        Raises, before anything changes: TypeError (no Request), ValueError (its id is in use, its tokens, or its
-        length; an adapter where runners have no LoRA).
-        """
-        self._check(request)
-        key, state = f"{request.request_id}#{next(self._numbers)}", self._states.make(request)
+        """Queue a request; return its state, updated as tokens arrive. The runner that it joins checks its adapter."""
+        known = self.description
+        limits = known.vocab_size, known.max_model_len
+        check_request(request, self.is_in_use, *limits, has_tokenizer=known.codec is not None)
         adapter = request.adapter
-        files, rank = (self._files_of(adapter), self._rank(adapter)) if isinstance(adapter, LoRARequest) else (None, 0)
+        if adapter is not None and not known.has_lora:
+            name = clip(request.request_id)
+            raise ValueError(f"request {name} names an adapter, but the runners' engines have no LoRA layers")
+        if adapter is not None and not isinstance(adapter, LoRARequest):
+            kind = type(adapter).__name__
+            raise TypeError(f"adapter must be a LoRARequest or None, got {kind}; runners serve no mixtures")
+        key, state = f"{request.request_id}#{next(self._numbers)}", self._states.make(request)
+        files, rank = (None, 0) if adapter is None else (self._files_of(adapter), self._rank(adapter))
         self.policy.submit(key, state.num_tokens, state.final_kv_length, request.adapter_id, rank)
         self._entries[key], self._keys[request.request_id] = _TrackedRequest(key, state, files), key
         self._place()
         return state
 
     def use_rule(self, rule: str) -> None:
-        """Schedule by another rule from now on. ValueError as from the constructor, and while runners have work."""
         policy = self._policy(rule)
         busy = [uuid for uuid, one in self._runners.items() if one.inside or self.policy.gpus[uuid].in_flight]
         if self._entries or busy:
@@ -133,7 +136,6 @@ class Dispatcher:
         self.policy = policy
 
     def abort(self, request_id: str) -> RequestState:
-        """Abort an unfinished request, queued or running. ValueError for an unknown id."""
         if not isinstance(request_id, str) or request_id not in self._keys:
             raise ValueError(f"no unfinished request {clip(request_id)}; unfinished: {clip(sorted(self._keys))}")
         entry = self._entries[self._keys[request_id]]
@@ -144,7 +146,7 @@ class Dispatcher:
 
     def join(self, uuid: str, description: RunnerDescription) -> None:
         """Add a runner that is ready. ValueError when it is of another kind than the others."""
-        if description.kind != self.description.kind:
+        if description != self.description:
             raise ValueError(
                 f"runner {clip(uuid)} is {clip(description)}, the others are {clip(self.description)}; runners of one "
                 "cluster must have the same sizes, seed and end tokens"
@@ -166,8 +168,7 @@ class Dispatcher:
             entry = self._entries[key]
             crashes, was_quarantined = entry.crashes, entry.crashes.quarantined
             crashes.add_crash(shared=len(runner.inside) > 1)
-            if crashes.must_fail:
-                deaths = crashes.solo_crashes
+            if (deaths := crashes.solo_crashes) >= MAX_SOLO_CRASHES:
                 entry.state.fail(f"RuntimeError: {deaths} runners died with this request alone in them, of: {reason}")
                 self._remove(entry)
                 failed.append(entry.state)
@@ -177,7 +178,6 @@ class Dispatcher:
         return tuple(failed)
 
     def probe(self) -> None:
-        """Have every idle runner make a step without requests: whether it lives shows in its reply."""
         for uuid, gpu in self.policy.gpus.items():
             if not gpu.in_flight:
                 self._runners[uuid].probed = True
@@ -218,17 +218,17 @@ class Dispatcher:
 
     def end(self, uuid: str, reply: StepReply) -> EndedStep:
         """Apply a runner's reply. RuntimeError when it contradicts the scheduler."""
-        runner, deferred = self._runners[uuid], self._deferred(uuid, reply)
+        runner = self._runners[uuid]
+        _compare(uuid, "requests that may wait", {runner.starting, runner.behind} & reply.waiting, set(reply.waiting))
+        _compare(uuid, "tokens before their turn", set(), {runner.behind} & reply.tokens.keys())
         _compare(uuid, "requests in the step", runner.inside, {*reply.tokens, *reply.failed, *reply.waiting})
-        self.policy.end_step(uuid, deferred)
+        self.policy.end_step(uuid, runner.starting if runner.starting in reply.waiting - runner.drop else None)
         work = replace(runner.work, prefill_tokens=0) if runner.starting in reply.waiting else runner.work
         tokens: dict[str, int] = {}
-        finished: list[RequestState] = []
-        failed: list[RequestState] = []
+        finished, failed = list[RequestState](), list[RequestState]()
         arrived = runner.inside - runner.drop - reply.waiting
         for key in sorted(arrived, key=lambda key: self.policy.requests[key].arrival):
-            entry, state = self._entries[key], self._entries[key].state
-            error = None
+            entry, state, error = self._entries[key], self._entries[key].state, None
             if key in reply.versions and entry.version is None:
                 entry.version, error = reply.versions[key], self._versions.begin(state.adapter, reply.versions[key])
             if error is not None:
@@ -246,7 +246,9 @@ class Dispatcher:
         runner.inside -= ended
         runner.drop -= ended
         if not runner.drop:
-            _compare(uuid, "KV blocks in use", self._used_pages(uuid), reply.used_blocks)
+            gpu = self.policy.gpus[uuid]
+            reserved = sum(gpu.pages_for(request.num_tokens) for request in gpu.pending.values())
+            _compare(uuid, "KV blocks in use", gpu.used_pages - reserved, reply.used_blocks)
         self._place()
         self._note_due(uuid)
         return EndedStep(work, tokens, tuple(finished), tuple(failed))
@@ -257,29 +259,9 @@ class Dispatcher:
             raise ValueError(f"scheduling rule {rule!r} puts several prompts into a step; the engine runs one per step")
         return policy
 
-    def _check(self, request: Request) -> None:
-        if not isinstance(request, Request):
-            raise TypeError(f"request must be a Request, got {type(request).__name__}")
-        name, known = clip(request.request_id), self.description
-        if request.request_id in self._keys:
-            raise ValueError(f"request_id {name} is in use by an unfinished request; choose another id")
-        check_tokens(request, known.vocab_size, has_tokenizer=known.codec is not None)
-        length = request.final_kv_length + 1
-        if length > known.max_model_len:
-            raise ValueError(
-                f"request {name} has {length} tokens, prompt and new ones, max_model_len of the runners is "
-                f"{known.max_model_len}; shorten it or raise EngineConfig.max_model_len"
-            )
-        if request.adapter is not None and not known.has_lora:
-            raise ValueError(f"request {name} names an adapter, but the runners' engines have no LoRA layers")
-        if request.adapter is not None and not isinstance(request.adapter, LoRARequest):
-            kind = type(request.adapter).__name__
-            raise TypeError(f"adapter must be a LoRARequest or None, got {kind}; runners serve no mixtures")
-
     def _rank(self, adapter: LoRARequest) -> int:
         """Return the rank in the adapter's folder, 0 where it cannot be read from here; for rules that use ranks."""
-        rank = self._ranks.get(adapter.source)
-        if rank is None:
+        if (rank := self._ranks.get(adapter.source)) is None:
             rank = 0
             with suppress(OSError, TypeError, ValueError):  # the runner's check reports it
                 rank = config_of(adapter).r
@@ -305,7 +287,6 @@ class Dispatcher:
             self.startable.update(uuid for _, uuid in self.policy.place() if not self.policy.gpus[uuid].in_flight)
 
     def _remove(self, entry: _TrackedRequest) -> None:
-        """Remove a request from policy and dispatcher; its runner drops it with the next step."""
         gpu = self.policy.requests[entry.key].gpu
         self.policy.cancel(entry.key)
         if gpu is not None:
@@ -321,19 +302,6 @@ class Dispatcher:
         else:
             self.startable.discard(uuid)
 
-    def _deferred(self, uuid: str, reply: StepReply) -> str | None:
-        """Return the starting request if it still waits in the runner and was not aborted. RuntimeError: a reply that
-        contradicts the order of prefills.
-        """
-        runner = self._runners[uuid]
-        _compare(uuid, "requests that may wait", {runner.starting, runner.behind} & reply.waiting, set(reply.waiting))
-        _compare(uuid, "tokens before their turn", set(), {runner.behind} & reply.tokens.keys())
-        return runner.starting if runner.starting in reply.waiting - runner.drop else None
-
-    def _used_pages(self, uuid: str) -> int:
-        """Count pages in use in the runner; the policy also counts those of pending prefills."""
-        gpu = self.policy.gpus[uuid]
-        return gpu.used_pages - sum(gpu.pages_for(request.num_tokens) for request in gpu.pending.values())
 
 
 def _apply(state: RequestState, reply: StepReply, key: str) -> None:

@@ -199,11 +199,9 @@ class ClusterPolicy:
 
     def finish(self, request_id: str) -> None:
         """Remove a request that has all its tokens; RuntimeError for a queued one, which cannot have finished."""
-        request = self._request(request_id)
-        if request.gpu is None:
+        if self._request(request_id).gpu is None:
             raise RuntimeError(f"request {clip(request_id)} waits in the queue; cancel it instead")
-        self._leave_gpu(request.gpu, request)
-        del self.requests[request_id]
+        self.cancel(request_id)
 
     def cancel(self, request_id: str) -> None:
         """Remove a request, queued or placed; ValueError for an unknown one."""
@@ -237,8 +235,7 @@ class ClusterPolicy:
         return count < min(self.light_load, self.max_batch_size) and mean + count + 1 <= gpu.free_pages
 
     def _requeue(self, request: ClusterRequest) -> None:
-        if request.gpu is not None:
-            self._leave_gpu(request.gpu, request)
+        self._leave_gpu(request)
         if request.quarantined:
             bisect.insort(self._quarantine.queue, request, key=lambda one: one.arrival)
         else:
@@ -246,16 +243,17 @@ class ClusterPolicy:
 
     def _remove(self, request: ClusterRequest) -> None:
         if request.gpu is not None:
-            self._leave_gpu(request.gpu, request)
+            self._leave_gpu(request)
         elif request.quarantined:
             self._quarantine.queue.remove(request)
         else:
             self._queue.remove((request.arrival, request))
             heapq.heapify(self._queue)
 
-    def _leave_gpu(self, gpu: Gpu, request: ClusterRequest) -> None:
-        gpu.remove(request)
-        self._gained_room(gpu)
+    def _leave_gpu(self, request: ClusterRequest) -> None:
+        if (gpu := request.gpu) is not None:
+            gpu.remove(request)
+            self._gained_room(gpu)
 
     def _gained_room(self, gpu: Gpu) -> None:
         self._freed[gpu.uuid] = gpu

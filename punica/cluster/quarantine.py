@@ -42,10 +42,6 @@ class CrashRecord:
         self._tokens = 0
         self.quarantined |= self.solo_crashes > 0 or self._shared_crashes >= MAX_SHARED_CRASHES
 
-    @property
-    def must_fail(self) -> bool:
-        return self.solo_crashes >= MAX_SOLO_CRASHES
-
     def add_token(self) -> bool:
         """Count a token generated in quarantine; True when the quarantine ends with it."""
         self._tokens += 1

@@ -11,6 +11,7 @@ Every step of a runner is ordered, and its tokens come back with it: one round t
 import itertools
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -20,14 +21,14 @@ from punica.adapters.request import check_same_source
 from punica.checks import check_count, clip
 from punica.cluster import ray_runners
 from punica.cluster.adapter_files import StoredFiles
-from punica.cluster.dispatcher import Dispatcher, EndedStep
+from punica.cluster.dispatcher import Dispatcher
 from punica.cluster.policy import ScaleSignal
-from punica.cluster.ray_runners import Lost, RankResources, RunnerProcesses, Timeouts, wait_for
-from punica.cluster.runner import LostRunner, RunnerDescription, RunnerStep, StepReply
+from punica.cluster.ray_runners import Lost, RunnerProcess, RunnerResources, Timeouts, wait_for
+from punica.cluster.runner import LostRunner, RunnerDescription, RunnerStep
 from punica.engine import Engine, GenerationResult, Request, RequestState, StepOutput, StepStatistics
 from punica.engine.generation import Generation
 
-_ONE_CPU, _TIMEOUTS = RankResources(), Timeouts()
+_ONE_CPU, _TIMEOUTS = RunnerResources(), Timeouts()
 
 
 @dataclass(frozen=True)
@@ -44,26 +45,24 @@ class ClusterOutput(StepOutput):
 
 @dataclass(eq=False)
 class _PendingReply:
-    """Replies expected of one runner since ``begin_s``: its description when it starts, or the end of a step.
-    ``futures`` of the ranks that have not replied; ``answer`` is rank 0's. ``end_by_s``: deadline of a step, or of a
-    start's reservation, ``None`` once that is made.
+    """Reply expected of a runner since ``begin_s``: its description when it starts, or the end of a step. ``end_by_s``:
+    deadline of a step, or of a start's reservation, ``None`` once that is made.
     """
 
-    futures: list[Any]
+    future: Any
     begin_s: float
     end_by_s: float | None
     is_start: bool = False
-    answer: Any = None
 
 
-class RayCluster(Generation):
+class RayCluster(Generation, AbstractContextManager["RayCluster"]):
     """Engines on Ray runner actors that serve as one; failed runners are restarted transparently.
 
     Args:
-        build: makes a runner's engine, in the runner's process (or in each of its ranks); it travels by pickle. For a
-            random backbone ``partial(punica.cluster.runner.random_engine, ...)``.
+        build: makes a runner's engine, in the runner's process; it travels by pickle. For a random backbone
+            ``partial(punica.cluster.runner.random_engine, ...)``.
         num_runners: initial count, named ``runner-0000`` and so on: the UUIDs that settle ties.
-        tp_size: ranks of each runner. ``resources``: of each rank.
+        resources: of each runner.
         rule: name of a scheduling rule, see `punica.cluster.SCHEDULING_RULES`.
         address: of a Ray cluster (``"auto"``, ``"host:6379"``); ``None``: the one that this process has joined, else a
             new one on this machine, which ends with this object.
@@ -78,24 +77,23 @@ class RayCluster(Generation):
     """
 
     def __init__(
-        self, build: Callable[[], Engine], num_runners: int = 1, *, tp_size: int = 1,
-        resources: RankResources = _ONE_CPU, rule: str = "punica", address: str | None = None,
+        self, build: Callable[[], Engine], num_runners: int = 1, *,
+        resources: RunnerResources = _ONE_CPU, rule: str = "punica", address: str | None = None,
         timeouts: Timeouts = _TIMEOUTS,
     ) -> None:  # fmt: skip
         super().__init__()
-        count, ranks = check_count("num_runners", num_runners), check_count("tp_size", tp_size)
+        count = check_count("num_runners", num_runners)
         self._timeouts = timeouts
         self._last_loss = ""
         self._lost: list[LostRunner] = []  # since the last output, and the requests that failed with them:
         self._failed: list[RequestState] = []
-        self._new_runner = partial(RunnerProcesses, build, ranks, resources)
+        self._new_runner = partial(RunnerProcess, build, resources)
         self._numbers = itertools.count()
         self._stored: dict[int, tuple[LoRARequest, StoredFiles]] = {}  # by adapter id: files in the object store
         self._pending: dict[str, _PendingReply] = {}
-        self.runners: dict[str, RunnerProcesses] = {}
+        self.runners: dict[str, RunnerProcess] = {}
         self._open_dispatcher: Dispatcher | None = None
-        actors = count * ranks
-        self._owns_ray = ray_runners.connect(address, actors * resources.num_cpus, actors * resources.num_gpus)
+        self._owns_ray = ray_runners.connect(address, count * resources.num_cpus, count * resources.num_gpus)
         try:
             for _ in range(count):
                 self.add_runner()
@@ -108,9 +106,6 @@ class RayCluster(Generation):
             self.close()
             raise
         self.codec, self.defaults, self.max_model_len = first.codec, first.defaults, first.max_model_len
-
-    def __enter__(self) -> "RayCluster":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -165,49 +160,48 @@ class RayCluster(Generation):
         """Wait for the end of a runner's step (at most ``timeout_s`` seconds), apply it, and order the next ones. Empty
         when no step is under way. RuntimeError: requests wait and no runner can serve them.
         """
-        joined: list[str] = []
-        ended: list[tuple[RunnerStep, EndedStep]] = []
+        joined, steps, tokens, states = list[str](), list[RunnerStep](), dict[str, int](), list[RequestState]()
         self._order()
-        self._check_alive()
-        owners = {future: uuid for uuid, pending in self._pending.items() for future in pending.futures}
+        waiting, runners = self._dispatcher.num_unfinished, len(self._dispatcher.policy.gpus)
+        if waiting and not self._pending:
+            raise RuntimeError(
+                f"{waiting} requests wait, and none of the {runners} runners can serve the first of them; call "
+                f"add_runner, or abort_request{self._last_loss}"
+            )
+        owners = {pending.future: uuid for uuid, pending in self._pending.items()}
         for future in wait_for(list(owners), self._patience(timeout_s)) if owners else ():
             uuid = owners[future]
-            pending = self._pending.get(uuid)
-            if pending is None or future not in pending.futures:
-                continue  # another rank of the runner has died
             try:
-                answer = self._collect(uuid, future)
+                answer = ray_runners.result_of(future)
             except Lost as error:
                 self._lose(uuid, str(error))
                 continue
-            if isinstance(answer, RunnerDescription):
+            pending = self._pending.pop(uuid)
+            if pending.is_start:
                 self._dispatcher.join(uuid, answer)
                 joined.append(uuid)
-            elif answer is not None:
-                arrived, done = time.perf_counter(), self._end(uuid, answer)
+            else:
+                arrived = time.perf_counter()
+                try:
+                    done = self._dispatcher.end(uuid, answer)
+                except RuntimeError as error:  # the reply contradicts the scheduler
+                    self._replace(uuid, str(error))
+                    raise
                 times = pending.begin_s, arrived, answer.seconds
-                ended.append((RunnerStep(uuid, done.work, *times, len(done.tokens)), done))
+                steps.append(RunnerStep(uuid, done.work, *times, len(done.tokens)))
+                tokens |= done.tokens
+                states += (*done.finished, *done.failed)
         for uuid, reason in self._overdue():
             self._lose(uuid, reason)
         self._order()
-        return cast(ClusterOutput, self._with_kept(self._output(ended, joined)))
-
-    def _output(self, ended: list[tuple[RunnerStep, EndedStep]], joined: list[str]) -> ClusterOutput:
         (lost, self._lost), (failed, self._failed) = (self._lost, []), (self._failed, [])
         recomputed, self._dispatcher.recomputed = tuple(self._dispatcher.recomputed), []
         statistics = StepStatistics(
-            batch_size=sum(len(one.tokens) for _, one in ended),
-            num_prefill_tokens=sum(step.work.prefill_tokens for step, _ in ended),
+            batch_size=sum(step.num_tokens for step in steps),
+            num_prefill_tokens=sum(step.work.prefill_tokens for step in steps),
         )
-        states = [state for _, one in ended for state in (*one.finished, *one.failed)] + failed
-        results = [self.result_of(state) for state in states]
-        return ClusterOutput(
-            {name: token for _, one in ended for name, token in one.tokens.items()},
-            tuple(result for result in results if result.error is None),
-            statistics,
-            tuple(result for result in results if result.error is not None),
-            tuple(step for step, _ in ended), tuple(lost), tuple(joined), recomputed,
-        )  # fmt: skip
+        output = ClusterOutput(tokens, (), statistics, (), tuple(steps), tuple(lost), tuple(joined), recomputed)
+        return cast(ClusterOutput, self._with_results(output, map(self.result_of, states + failed)))
 
     def use_rule(self, rule: str) -> None:
         """Schedule by another rule from now on. ValueError for an unknown one, and while runners have work."""
@@ -224,7 +218,7 @@ class RayCluster(Generation):
 
     def order_check(self, adapter: LoRARequest, tried: Collection[str] = ()) -> tuple[str, Callable[[], None]]:
         """Have a runner that is not among ``tried`` read and check an adapter; return its name and a function for any
-        thread, which waits for the result as that of `RunnerProcesses.order_check`. RuntimeError: no runner is ready.
+        thread, which waits for the result as that of `RunnerProcess.order_check`. RuntimeError: no runner is ready.
         """
         files, gpus = self._files_of(adapter), self._dispatcher.policy.gpus.values()
         ready = [(gpu.in_flight, gpu.uuid) for gpu in gpus if gpu.uuid not in tried]
@@ -288,13 +282,13 @@ class RayCluster(Generation):
         while True:
             for late, reason in self._overdue():
                 raise RuntimeError(f"{late} could not be started: {reason}")
-            for future in wait_for(self._pending[uuid].futures, self._patience(None)):
+            for future in wait_for([self._pending[uuid].future], self._patience(None)):
                 try:
-                    found = self._collect(uuid, future)
+                    found: RunnerDescription = ray_runners.result_of(future)
                 except Lost as error:
                     raise RuntimeError(f"{uuid} could not be started: {error}") from error.__cause__
-                if isinstance(found, RunnerDescription):
-                    return found
+                del self._pending[uuid]
+                return found
 
     def _overdue(self) -> list[tuple[str, str]]:
         """Return the runners whose step or reservation takes too long, each with the reason."""
@@ -318,25 +312,6 @@ class RayCluster(Generation):
         self._lost.append(LostRunner(uuid, reason))
         self._failed += self._replace(uuid, reason)
 
-    def _collect(self, uuid: str, future: Any) -> RunnerDescription | StepReply | None:
-        """Take the reply of one rank; return the runner's answer once all ranks have replied. `Lost`."""
-        pending = self._pending[uuid]
-        answer = ray_runners.result_of(future)
-        pending.futures.remove(future)
-        pending.answer = answer if pending.answer is None else pending.answer
-        if pending.futures:
-            return None
-        del self._pending[uuid]
-        return cast("RunnerDescription | StepReply", pending.answer)
-
-    def _end(self, uuid: str, reply: StepReply) -> EndedStep:
-        """Apply a reply; RuntimeError for one that contradicts the scheduler, whose runner is replaced."""
-        try:
-            return self._dispatcher.end(uuid, reply)
-        except RuntimeError as error:
-            self._replace(uuid, str(error))
-            raise
-
     def _order(self) -> None:
         while self._dispatcher.startable:
             uuid = min(self._dispatcher.startable)
@@ -359,12 +334,3 @@ class RayCluster(Generation):
     def _give_up(self, uuid: str) -> None:
         self._pending.pop(uuid, None)
         self.runners.pop(uuid).close()
-
-    def _check_alive(self) -> None:
-        waiting, runners = self._dispatcher.num_unfinished, len(self._dispatcher.policy.gpus)
-        if self._pending or not waiting:
-            return
-        raise RuntimeError(
-            f"{waiting} requests wait, and none of the {runners} runners can serve the first of them; call add_runner, "
-            f"or abort_request{self._last_loss}"
-        )

@@ -1,15 +1,11 @@
 """Runners as Ray actors: start, step, kill. The only file that imports Ray.
 
-A runner is ``tp_size`` actors, one per tensor-parallel rank, in one placement group. All ranks get every `StepCommand`;
-rank 0 replies. If one rank dies the runner is dead, and its replacement takes over the placement group.
+A runner is an actor in a placement group of its own, which the replacement of a dead one takes over.
 """
 
 import logging
 import os
-import socket
-import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -21,7 +17,6 @@ from punica.checks import check_count, check_number, clip
 from punica.cluster.adapter_files import StoredFiles, digest_of, read_adapter_files
 from punica.cluster.runner import Runner, RunnerDescription, StepCommand, StepReply
 from punica.engine import Engine
-from punica.parallel import init_tensor_parallel
 
 OBJECT_STORE_BYTES = 128 << 20
 """Object store of a Ray started here, for adapters and messages; a container's /dev/shm may be small."""
@@ -81,7 +76,6 @@ def connect(address: str | None, num_cpus: float, num_gpus: float) -> bool:
 
 
 def _not_up(address: str | None, error: Exception) -> str:
-    """Say why there is no Ray cluster at ``address``, or none could be started here, and what to do."""
     reason = " ".join(str(error).split()) or type(error).__name__
     if address is not None:
         return f"no Ray cluster answers at {address} ({reason}); start one with ray start --head, or give no address"
@@ -91,59 +85,18 @@ def _not_up(address: str | None, error: Exception) -> str:
     )
 
 
-@dataclass(frozen=True)
-class RankPlace:
-    """Location of a rank's actor: machine, address of the rendezvous, and the GPUs that Ray gave it."""
-
-    node: str
-    host: str
-    port: int
-    gpus: tuple[str, ...]
-
-
-def device_environment(places: Sequence[RankPlace], rank: int) -> dict[str, str]:
-    """Build the environment variables of a rank. All ranks of a machine see the GPUs of all of them: NCCL cannot copy
-    between GPUs that are hidden from one process.
-    """
-    here = [place for place in places if place.node == places[rank].node]
-    local = sum(place.node == places[rank].node for place in places[:rank])
-    variables = {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(here))}
-    gpus = [gpu for place in here for gpu in place.gpus]
-    return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else variables
-
-
-class RankActor:
-    """One tensor-parallel rank of a runner, in its own process; `start` comes before the other orders."""
+class RunnerActor:
+    """A runner in its own process; `start` comes before the other orders."""
 
     _runner: Runner
-    _rank: int
 
-    def __init__(self) -> None:
-        self._group = ExitStack()
-
-    def place(self) -> RankPlace:
-        ray = import_ray()
-        context = ray.get_runtime_context()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        gpus = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", ()))
-        return RankPlace(context.get_node_id(), ray.util.get_node_ip_address(), port, gpus)
-
-    def start(self, build: Callable[[], Engine], rank: int, num_threads: int, *places: RankPlace) -> RunnerDescription:
+    def start(self, build: Callable[[], Engine], num_threads: int) -> RunnerDescription:
         torch.set_num_threads(num_threads)
-        self._rank = rank
-        if len(places) > 1:
-            os.environ.update(device_environment(places, rank))
-            meeting = f"tcp://{places[0].host}:{places[0].port}"
-            group = init_tensor_parallel(init_method=meeting, rank=rank, world_size=len(places))
-            self._group.enter_context(group)
         self._runner = Runner(build, fetch=import_ray().get)
         return self._runner.describe()
 
-    def step(self, command: StepCommand) -> StepReply | None:
-        reply = self._runner.step(command)
-        return reply if self._rank == 0 else None
+    def step(self, command: StepCommand) -> StepReply:
+        return self._runner.step(command)
 
     def check_adapter(self, adapter: LoRARequest, files: StoredFiles | None) -> Exception | None:
         """Return the error for which the engine refuses an adapter, ``None`` for one that fits."""
@@ -155,9 +108,9 @@ class RankActor:
 
 
 @dataclass(frozen=True)
-class RankResources:
-    """Resources of each rank of a runner: what Ray reserves, and threads of torch. Ray hides no GPU from ranks that
-    reserve none: their factory must name its device.
+class RunnerResources:
+    """Resources of each runner: what Ray reserves, and threads of torch. Ray hides no GPU from runners that reserve
+    none: their factory must name its device.
     """
 
     num_cpus: float = 1
@@ -186,40 +139,29 @@ class Timeouts:
 
 
 @dataclass(eq=False)
-class RunnerProcesses:
-    """Actors of one runner, in rank order; ``build`` makes the engine in each of its ``tp_size`` ranks."""
+class RunnerProcess:
+    """Actor of one runner, in which ``build`` makes the engine."""
 
     build: Callable[[], Engine]
-    tp_size: int
-    resources: RankResources
-    actors: list[Any] = field(default_factory=list, init=False)
+    resources: RunnerResources
+    actor: Any = field(default=None, init=False)
     _placement: Any = field(default=None, init=False)
     _place: Any = field(default=None, init=False)  # future, ready when the reservation is made
 
-    def start(self) -> list[Any]:
-        """Start new actors; return a future `RunnerDescription` of each."""
+    def start(self) -> Any:
+        """Start a new actor; return a future `RunnerDescription`."""
         ray = import_ray()
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         each = self.resources
         if self._placement is None:
             bundle = {"CPU": each.num_cpus, **({"GPU": each.num_gpus} if each.num_gpus else {})}
-            self._placement = ray.util.placement_group([bundle] * self.tp_size, strategy="PACK")
+            self._placement = ray.util.placement_group([bundle])
         self._place = self._placement.ready()  # a new reservation if the machine is gone
+        placed = PlacementGroupSchedulingStrategy(placement_group=self._placement)
         options = {"num_cpus": each.num_cpus, "num_gpus": each.num_gpus, "max_restarts": 0}
-        actor = ray.remote(RankActor)
-        self.actors = [
-            actor.options(
-                **options,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._placement, placement_group_bundle_index=rank
-                ),
-            ).remote()
-            for rank in range(self.tp_size)
-        ]
-        places = [one.place.remote() for one in self.actors] if self.tp_size > 1 else [None]
-        build = ray.put(self.build)
-        return [one.start.remote(build, rank, each.num_threads, *places) for rank, one in enumerate(self.actors)]
+        self.actor = ray.remote(RunnerActor).options(**options, scheduling_strategy=placed).remote()
+        return self.actor.start.remote(ray.put(self.build), each.num_threads)
 
     @property
     def is_placed(self) -> bool:
@@ -227,50 +169,45 @@ class RunnerProcesses:
         return bool(wait_for([self._place], 0))
 
     def no_place(self, waited_s: float) -> str:
-        """Describe a missing reservation."""
         ray = import_ray()
         free, total, wanted = ray.available_resources(), ray.cluster_resources(), []
         for name, each in (("CPU", self.resources.num_cpus), ("GPU", self.resources.num_gpus)):
             if each:
-                needed = f"{self.tp_size} x {each:g}" if self.tp_size > 1 else f"{each:g}"
-                wanted.append(f"{needed} {name}s ({free.get(name, 0):g} of {total.get(name, 0):g} are free)")
+                wanted.append(f"{each:g} {name}s ({free.get(name, 0):g} of {total.get(name, 0):g} are free)")
         return (
             f"no place in the Ray cluster within {waited_s:g} s for {' and '.join(wanted)}; wait until others give "
             "theirs back, ask for fewer runners, add machines, or raise Timeouts.place_s"
         )
 
-    def step(self, command: StepCommand) -> list[Any]:
-        """Order a step of all ranks; return a future of each, with rank 0's reply."""
-        return [actor.step.remote(command) for actor in self.actors]
+    def step(self, command: StepCommand) -> Any:
+        """Order a step; return the future `StepReply`."""
+        return self.actor.step.remote(command)
 
     def order_check(self, adapter: LoRARequest, files: StoredFiles | None) -> Callable[[], None]:
-        """Order all ranks to check an adapter; return a function for any thread, which waits for them. It raises rank
-        0's error, `Lost`, or RuntimeError where a rank has not replied within `CHECK_TIMEOUT_S`.
+        """Order the check of an adapter; return a function for any thread, which waits for it. It raises the runner's
+        error, `Lost`, or RuntimeError where it has not replied within `CHECK_TIMEOUT_S`.
         """
-        futures = [actor.check_adapter.remote(adapter, files) for actor in self.actors]
-        deadline = time.monotonic() + CHECK_TIMEOUT_S
+        future = self.actor.check_adapter.remote(adapter, files)
 
         def wait() -> None:
             try:
-                refusals = [result_of(future, max(0.0, deadline - time.monotonic())) for future in futures]
+                refusal = result_of(future, CHECK_TIMEOUT_S)
             except TimeoutError as error:
                 raise RuntimeError(
                     f"adapter {clip(adapter.lora_name)} was not checked: its runner has not replied within "
                     f"{CHECK_TIMEOUT_S:g} s, it is busy or hangs; try again later"
                 ) from error
-            if refusals[0] is not None:
-                raise refusals[0]
+            if refusal is not None:
+                raise refusal
 
         return wait
 
     def kill(self) -> None:
-        """Kill the actors without waiting for them."""
-        for actor in self.actors:
-            import_ray().kill(actor)
-        self.actors = []
+        if self.actor is not None:
+            import_ray().kill(self.actor)
+            self.actor = None
 
     def close(self) -> None:
-        """Kill the actors and release the reservation."""
         self.kill()
         if self._placement is not None:
             import_ray().util.remove_placement_group(self._placement)
@@ -301,11 +238,7 @@ def wait_for(futures: Sequence[Any], timeout_s: float | None) -> list[Any]:
     return ready
 
 
-def store(content: Any) -> Any:
-    return import_ray().put(content)
-
-
 def store_adapter(adapter: LoRARequest) -> StoredFiles:
     """Read the files of an adapter, and put them into the object store. Errors of `read_adapter_files`."""
     files = read_adapter_files(adapter)
-    return StoredFiles(digest_of(files), store(files))
+    return StoredFiles(digest_of(files), import_ray().put(files))

@@ -1,4 +1,4 @@
-"""Runner: the engine of one GPU (or one tensor-parallel rank), executing the scheduler's steps. No Ray.
+"""Runner: the engine of one GPU, executing the scheduler's steps. No Ray.
 
 The scheduler counts batches and pages for all runners (`gpu.py`), so a runner's engine must never decide otherwise. A
 step has at most one prompt, there is a slot for every request of a batch, and the engine's admission reserve is hidden
@@ -24,7 +24,6 @@ from punica.engine import Engine, EngineConfig, Request, RequestState
 from punica.engine.pretrained import GenerationDefaults
 from punica.engine.text import TextCodec
 from punica.models import LlamaForCausalLM
-from punica.parallel import get_tensor_model_parallel_rank
 from punica.scheduling.admission import FirstComeFirstServed
 
 
@@ -40,28 +39,31 @@ def random_engine(
 
 @dataclass(frozen=True)
 class RunnerDescription:
-    """Sizes and settings of a runner, for the scheduler. ``num_pages``: its engine's blocks without the reserve.
-    Requests without a seed get theirs from ``seed``. ``versions``: of the adapters that it was started with.
+    """Sizes and settings of a runner, for the scheduler; equal if runners can be of one cluster.
+
+    ``num_pages``: its engine's blocks without the reserve. Requests without a seed get theirs from ``seed``.
+    ``versions``: of the adapters that it was started with.
     """
 
     max_batch_size: int
-    num_pages: int
+    num_pages: int = field(compare=False)
     page_size: int
     max_model_len: int
     vocab_size: int
     has_lora: bool
     seed: int
     defaults: GenerationDefaults
-    codec: TextCodec | None = field(repr=False)
-    versions: Mapping[int, tuple[Hashable, AdapterVersion]] = field(default_factory=dict, repr=False)
+    codec: TextCodec | None = field(repr=False, compare=False)
+    versions: Mapping[int, tuple[Hashable, AdapterVersion]] = field(repr=False, compare=False)
 
-    @property
-    def kind(self) -> tuple:
-        """Settings that all runners of a cluster share."""
-        return (
-            self.max_batch_size, self.page_size, self.max_model_len, self.vocab_size, self.has_lora, self.seed,
-            self.defaults,
-        )  # fmt: skip
+
+def described(engine: Engine) -> RunnerDescription:
+    config, versions = engine.config, {} if engine.manager is None else engine.manager.folder_versions()
+    return RunnerDescription(
+        config.max_batch_size, config.total_blocks - _reserve(config), config.block_size, config.max_model_len,
+        engine.vocab_size, engine.manager is not None or config.ignore_adapters, config.seed, engine.defaults,
+        engine.codec, versions,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -151,12 +153,7 @@ class Runner:
         self._beginning: dict[str, int] = {}  # ids of their adapters
 
     def describe(self) -> RunnerDescription:
-        engine, config = self.engine, self.engine.config
-        return RunnerDescription(
-            config.max_batch_size, config.total_blocks - _reserve(config), config.block_size, config.max_model_len,
-            engine.vocab_size, engine.manager is not None or config.ignore_adapters, config.seed, engine.defaults,
-            engine.codec, self._versions(),
-        )  # fmt: skip
+        return described(self.engine)
 
     def step(self, command: StepCommand) -> StepReply:
         """Run one step. An error of the joining request is in the reply; any other error is raised."""
@@ -176,7 +173,7 @@ class Runner:
         finished = frozenset(result.request_id for result in output.finished)
         logprobs = {name: state.logprobs[-1] for name, state in self._with_logprobs.items() if name in output.tokens}
         begun = {name: self._beginning.pop(name) for name in {*self._beginning}.intersection(output.tokens)}
-        known = self._versions() if begun else {}
+        known = self.engine.manager.folder_versions() if begun and self.engine.manager is not None else {}
         for name in (*finished, *failed):
             self._with_logprobs.pop(name, None)
             self._beginning.pop(name, None)
@@ -196,9 +193,6 @@ class Runner:
         local = adapter if files is None else self.folders.local(adapter, files)
         self.engine.manager.check_adapter(local, numbers=True)
 
-    def _versions(self) -> dict[int, tuple[Hashable, AdapterVersion]]:
-        return {} if self.engine.manager is None else self.engine.manager.folder_versions()
-
     def _join(self, joining: JoiningRequest) -> None:
         request, version = joining.request, joining.version
         if isinstance(request.adapter, LoRARequest) and joining.files is not None:
@@ -206,8 +200,6 @@ class Runner:
         elif isinstance(request.adapter, LoRARequest):
             self._beginning[request.request_id] = request.adapter_id
             if version is not None and self.engine.manager is not None:
-                if get_tensor_model_parallel_rank():  # the version is rank 0's, which may have read other experts
-                    version = version._replace(numbers=b"")
                 self.engine.manager.expect_version(request.adapter, version)
         state = self.engine.add_request(request, joining.generated)
         if state.params.logprobs is not None:

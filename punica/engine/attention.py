@@ -184,36 +184,8 @@ class KernelAttention:
             num_prompt_rows = _prompt_rows(spans)
         self._kv_rows, self._num_prompt_rows = kv_rows, num_prompt_rows
         prompts = [span for span in spans if span.start < num_prompt_rows]
-        self._stage(prompts, spans[len(prompts) :])
-
-    def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
-        """Rotate the heads of T rows in place, store keys and values, and return the attention output ``[T, H, D]``."""
-        from punica.ops.triton_ops.backbone import Cached, Pages, decode_attention, prompt_attention, rotate_and_store
-
-        if self._kv_rows is None:
-            raise RuntimeError("attention has no step; call begin(spans, kv_rows) first")
-        keys, values = self.cache.keys[layer_index], self.cache.values[layer_index]
-        heads, kv_heads, cos, sin, norms = packed
-        rotate_and_store(heads, cos, sin, self._kv_rows, keys, values, norms)
-        q, k, v = heads.split((packed.num_heads, kv_heads, kv_heads), dim=1)
-        output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        first = self._num_prompt_rows
-        if first:
-            cached = None if self._cached is None else Cached(keys, values, *self._cached, self.cache.block_size)
-            splits = None if self._splits is None else 1  # 1: the bits of a prompt in one piece
-            prompt_attention(output[:first], q[:first], k[:first], v[:first], self._prompt_starts, cached, splits)
-        decodes = q.shape[0] - first
-        if decodes:
-            rows = (self._tables[:decodes], self._lengths[:decodes], self._order[:decodes])
-            pages = Pages(*rows, self.cache.block_size)
-            decode_attention(output[first:], q[first:], keys, values, pages, self._splits)
-        return output
-
-    def _stage(self, prompts: Sequence[Span], spans: Sequence[Span]) -> None:
-        """Send starts of the prompts, and lengths, order and block tables of the decode rows ``spans``.
-
-        Padding rows have 0 tokens, padding prompts no rows.
-        """
+        spans = spans[len(prompts) :]
+        # padding rows have 0 tokens, padding prompts no rows
         host = self._staged.begin()
         host[: len(prompts)] = [span.start for span in prompts]
         host[len(prompts) : self._max_rows + 1] = sum(span.length for span in prompts)
@@ -237,6 +209,29 @@ class KernelAttention:
                 written[row] = span.block_table
                 tables[row * self._max_blocks :][: len(span.block_table)] = span.block_table
         self._staged.commit(self._tables_at + num_rows * self._max_blocks)
+
+    def attend(self, layer_index: int, packed: PackedHeads) -> Tensor:
+        """Rotate the heads of T rows in place, store keys and values, and return the attention output ``[T, H, D]``."""
+        from punica.ops.triton_ops.backbone import Cached, Pages, decode_attention, prompt_attention, rotate_and_store
+
+        if self._kv_rows is None:
+            raise RuntimeError("attention has no step; call begin(spans, kv_rows) first")
+        keys, values = self.cache.keys[layer_index], self.cache.values[layer_index]
+        heads, kv_heads, cos, sin, norms = packed
+        rotate_and_store(heads, cos, sin, self._kv_rows, keys, values, norms)
+        q, k, v = heads.split((packed.num_heads, kv_heads, kv_heads), dim=1)
+        output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        first = self._num_prompt_rows
+        if first:
+            cached = None if self._cached is None else Cached(keys, values, *self._cached, self.cache.block_size)
+            splits = None if self._splits is None else 1  # 1: the bits of a prompt in one piece
+            prompt_attention(output[:first], q[:first], k[:first], v[:first], self._prompt_starts, cached, splits)
+        decodes = q.shape[0] - first
+        if decodes:
+            rows = (self._tables[:decodes], self._lengths[:decodes], self._order[:decodes])
+            pages = Pages(*rows, self.cache.block_size)
+            decode_attention(output[first:], q[first:], keys, values, pages, self._splits)
+        return output
 
 
 def _prompt_rows(spans: Sequence[Span]) -> int:

@@ -124,6 +124,11 @@ class EngineConfig:
         return (self.prefill_chunk or self.max_model_len) + self.max_batch_size * (1 + self.speculate)
 
     @property
+    def max_step_rows(self) -> int:
+        """Most rows of a step: those of prompts beside a full batch, padded as its graphs are."""
+        return prompt_sizes(self.max_num_batched_tokens)[-1] + decode_sizes(self.max_batch_size)[-1]
+
+    @property
     def caches_prompts(self) -> bool:
         """Rows of a prompt, or of drafts, may follow cached tokens."""
         return self.prefix_cache or self.prefill_chunk is not None or self.speculate > 0
@@ -154,7 +159,6 @@ def blocks_for(config: EngineConfig) -> BlockManager:
 
 
 def check_rule(rule: AdmissionRule, config: EngineConfig) -> None:
-    """ValueError: an admission rule that does not fit chunks or prefix cache of the config."""
     if rule.chunked != (config.prefill_chunk is not None):
         raise ValueError(
             f"prefill_chunk is {config.prefill_chunk}: the admission rule 'chunked' needs a number of rows, and no "
@@ -167,11 +171,7 @@ def check_rule(rule: AdmissionRule, config: EngineConfig) -> None:
 def check_parts(
     model: LlamaForCausalLM, lora_config: LoRAConfig | None, engine_config: EngineConfig | None, warm_up: bool | None
 ) -> EngineConfig:
-    """Check the arguments of an engine, and return its config.
-
-    TypeError: another class, with advice for a transformers model. ValueError: more positions than the model has;
-    adapters both served and ignored; adapters, blocks or ranks that prevent batch invariance; a model without weights.
-    """
+    """Check that the arguments of an engine fit each other, and return its config: TypeError, ValueError."""
     if isinstance(model, nn.Module) and not isinstance(model, LlamaForCausalLM):
         raise TypeError(f"model is not of this library: {loading_advice(model)}")
     for name, value, wanted, optional in (
@@ -272,24 +272,10 @@ def graph_reserve(model: LlamaForCausalLM, config: EngineConfig) -> int:
     return elements * model.lm_head.weight.element_size() + graphs * _GRAPH_BYTES
 
 
-def slot_bytes(model: LlamaForCausalLM, rank: int, itemsize: int) -> int:
-    """Return the bytes of one adapter slot of ``rank`` in all layers: A and B of every weight matrix.
-
-    Exact on one rank if ``target_modules`` names every layer, else an upper bound.
-    """
-    shapes: list[Any] = [entry.shape for entry in model.checkpoint_entries() if len(entry.shape) == 2]
-    if model.config.tie_word_embeddings:
-        shapes.append((model.config.vocab_size, model.config.hidden_size))
-    return sum(rank * itemsize * sum(shape) for shape in shapes)
-
-
 def cache_for(
     model: LlamaForCausalLM, lora_config: LoRAConfig | None, config: EngineConfig, cache: KVCache | None
 ) -> KVCache:
-    """Return a new KV cache, or ``cache`` if it fits the model, and has the block size, dtype and number of blocks.
-
-    ValueError: it does not, or a new one and the adapter slots do not fit the free memory together.
-    """
+    """Return a new KV cache, or ``cache``. ValueError: it does not fit, or cache and slots exceed the free memory."""
     weight = model.lm_head.weight
     if cache is not None and config.prefix_cache:
         raise ValueError("prefix_cache=True needs a KV cache that no other engine writes; leave out cache")

@@ -73,11 +73,16 @@ class CaptureStatistics:
 
 
 class StepShapes:
-    """Shapes that steps are padded to; ``max_loras``: slots, 0 without LoRA; ``drafts``: most of a request."""
+    """Shapes that steps are padded to; ``max_loras``: slots, 0 without LoRA; ``drafts``: most of a request.
+
+    ``max_requests``, ``max_sampled``: most requests of a step, and most sampled rows, padding included.
+    """
 
     def __init__(self, max_batch_size: int, max_prompt_rows: int, max_loras: int, drafts: int = 0) -> None:
         self._max_loras, self._verify_sizes = max_loras, verify_sizes(max_batch_size, drafts)[1:]
         self._decode_sizes, self._prompt_sizes = decode_sizes(max_batch_size), prompt_sizes(max_prompt_rows)
+        self.max_requests = self._decode_sizes[-1]
+        self.max_sampled = max([self.max_requests, *self._verify_sizes])
 
     def of(
         self, prompt_rows: int, decode_rows: int, adapters: int, *, uses_lora: bool, vocabulary: bool,
@@ -91,7 +96,7 @@ class StepShapes:
             prompt_rows = _at_least(prompt_rows, self._verify_sizes)
         elif prompt_rows:
             prompt_rows = _at_least(prompt_rows, self._prompt_sizes)
-            decode_rows = self._decode_sizes[-1] if decode_rows else 0
+            decode_rows = self.max_requests if decode_rows else 0
         else:
             decode_rows = _at_least(decode_rows, self._decode_sizes)
         counts = self._counts(prompt_rows if verifies else decode_rows)
@@ -104,7 +109,7 @@ class StepShapes:
         ``vocabulary`` adds those for adapters of embedding and head.
         """
         prompts = self._prompt_sizes[: bisect.bisect_left(self._prompt_sizes, prompt_rows) + 1] if prompt_rows else []
-        rows = [(size, decodes, False) for size in reversed(prompts) for decodes in (self._decode_sizes[-1], 0)]
+        rows = [(size, decodes, False) for size in reversed(prompts) for decodes in (self.max_requests, 0)]
         rows += [(size, 0, True) for size in reversed(self._verify_sizes)]
         rows += [(0, decodes, False) for decodes in reversed(self._decode_sizes)]
         return [
@@ -116,7 +121,7 @@ class StepShapes:
         ]
 
     def _counts(self, rows: int) -> list[int]:
-        return captured_adapters(min(rows, self._decode_sizes[-1]), self._max_loras) or [1]
+        return captured_adapters(min(rows, self.max_requests), self._max_loras) or [1]
 
 
 class _Captured(NamedTuple):

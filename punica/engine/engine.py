@@ -25,18 +25,10 @@ from punica.engine.config import EngineConfig, EngineMemory, blocks_for, cache_f
 from punica.engine.generation import Generation, exclusive
 from punica.engine.overlap import BegunStep, Overlap
 from punica.engine.pretrained import GenerationDefaults, as_requests, load_pretrained
-from punica.engine.requests import (
-    GenerationResult,
-    StateFactory,
-    StepOutput,
-    StepStatistics,
-    check_generated,
-    check_length,
-    check_tokens,
-)
+from punica.engine.requests import GenerationResult, StateFactory, StepOutput, StepStatistics, check_request
 from punica.engine.residency import AdapterResidency
-from punica.engine.runner import ModelRunner, StepTokens, max_step_rows
-from punica.engine.sampler import NO_TOKEN
+from punica.engine.runner import ModelRunner, StepTokens
+from punica.engine.sampler import NO_TOKEN, no_token_error
 from punica.engine.text import TextCodec
 from punica.models import LlamaForCausalLM
 from punica.parallel import (
@@ -107,7 +99,7 @@ class Engine(Generation):
         self.manager: LoRAModelManager | None = None
         self._residency: AdapterResidency | None = None
         if lora_config is not None:
-            rows = max_step_rows(config)
+            rows = config.max_step_rows
             self.manager = LoRAModelManager(model, config.max_batch_size, rows, self.vocab_size, lora_config, device)
             if config.adapter_index_rule == "per_request":
                 self.manager.accept_activated_lora()
@@ -200,23 +192,12 @@ class Engine(Generation):
         adapter; generated tokens that would have ended it. FileNotFoundError: its adapter is neither registered nor in
         a folder. RuntimeError: its adapter needs a slot, and every slot is pinned for another one.
         """
-        self._check(request, generated)
-        if self._residency is not None:
-            self._residency.check_folder(request.adapter)
-        return self._queue(request, generated)
+        return self._add(request, generated, ())
 
     @exclusive
     def add_or_fail(self, request: Request) -> RequestState:
         """Queue a request as :meth:`add_request` does, but return it as FAILED if its adapter's folder is refused."""
-        self._check(request, ())
-        try:
-            if self._residency is not None:
-                self._residency.check_folder(request.adapter)
-        except (OSError, TypeError, ValueError) as error:
-            state = self._states.make(request)
-            state.fail(f"{type(error).__name__}: {error}")
-            return state
-        return self._queue(request, ())
+        return self._add(request, (), (OSError, TypeError, ValueError))
 
     def is_in_use(self, request_id: str) -> bool:
         """Check for a request of this name that has not left, or whose ``generate`` or ``stream`` call is open."""
@@ -259,8 +240,8 @@ class Engine(Generation):
             current = current or self._overlap.begin(pinned, failed)
             in_flight = current.in_flight
             if in_flight is None:
-                idle = current.statistics(start, {})
-                return self._with_kept(StepOutput({}, (), idle, tuple(self._results_of(failed))))
+                idle = StepOutput({}, (), current.statistics(start, {}))
+                return self._with_results(idle, self._results_of(failed))
             if self.scheduler.waiting:
                 self._overlap.prefetch(pinned)
             following = self._overlap.prepare_next(current, pinned, failed)
@@ -322,7 +303,6 @@ class Engine(Generation):
         self.runner.capture(shape)
 
     def _warm_up(self, prompt_tokens: int) -> float:
-        """Run steps of all sizes; return the seconds that they took."""
         start = time.perf_counter()
         self.runner.warm_up_slots()
         on_gpu = self.runner.model.lm_head.weight.is_cuda
@@ -341,7 +321,6 @@ class Engine(Generation):
     def _deliver(
         self, layout: StepLayout, tokens: StepTokens, statistics: StepStatistics, failed: list[RequestState]
     ) -> StepOutput:
-        """Append the tokens to their requests, retire those that end, and return the output of the step."""
         pairs = zip(layout.requests, tokens.token_ids, strict=True)
         served = {request: token for request, token in pairs if request.status is RequestStatus.RUNNING}  # not idle
         if layout.partial is not None:
@@ -349,7 +328,10 @@ class Engine(Generation):
         if NO_TOKEN in tokens.token_ids:
             for request in [request for request, token in served.items() if token == NO_TOKEN]:
                 del served[request]
-                failed += self._overlap.fail_for_nan(request, layout)
+                if request in layout.drafts:  # perhaps the cause: it has another step without them
+                    request.may_draft = False
+                else:
+                    failed += self._overlap.fail(request, no_token_error(request))
         chosen = {layout.requests[row]: logprobs for row, logprobs in tokens.logprobs.items()}
         earlier: dict[str, list[int]] = {}
         new_tokens, finished = {}, []
@@ -363,33 +345,37 @@ class Engine(Generation):
             new_tokens[request.request_id] = request.output_token_ids[-1]
             if request.status is RequestStatus.FINISHED:
                 finished.append(request)
+        if finished:
+            self.scheduler.retire_finished()
         output = StepOutput(new_tokens, (), statistics, earlier=earlier)
-        if finished or failed:
-            if finished:
-                self.scheduler.retire_finished()
-            ended = self._results_of((*finished, *failed))
-            results, failures = (tuple(one for one in ended if (one.error is None) is well) for well in (True, False))
-            output = StepOutput(new_tokens, results, statistics, failures, earlier=earlier)
-        return self._with_kept(output) if self._kept else output
+        ended = self._results_of((*finished, *failed)) if finished or failed else ()
+        return self._with_results(output, ended) if ended or self._kept else output
 
-    def _check(self, request: Request, generated: Sequence[int]) -> None:
-        if not isinstance(request, Request):
-            raise TypeError(f"request must be a Request, got {type(request).__name__}")
-        name = request.request_id
-        if self.is_in_use(name):
-            raise ValueError(f"request_id {clip(name)} is in use by an unfinished request; choose another id")
-        check_tokens(request, self.vocab_size, has_tokenizer=self.codec is not None)
-        check_length(request, self.config, self.blocks)
+    def _add(self, request: Request, generated: Sequence[int], refusals: tuple[type[Exception], ...]) -> RequestState:
+        """Check and queue a request; ``refusals``: errors of its adapter's folder that only make it FAILED."""
+        limits = self.vocab_size, self.max_model_len
+        check_request(request, self.is_in_use, *limits, has_tokenizer=self.codec is not None, generated=generated)
+        name, needed = clip(request.request_id), self.blocks.blocks_for(request.final_kv_length)
+        if needed > self.blocks.num_blocks:
+            raise ValueError(
+                f"request {name} with {len(request.prompt_token_ids)} prompt tokens and {request.max_new_tokens} new "
+                f"ones needs {needed} KV blocks, the whole cache has {self.blocks.num_blocks} (of "
+                f"{self.blocks.block_size} tokens); shorten it or raise EngineConfig.num_blocks"
+            )
         if request.adapter is not None and not self.config.ignore_adapters:
             if self._residency is None:
                 raise ValueError(
-                    f"request {clip(name)} names an adapter, but this engine has no LoRA layers; pass lora_config to "
+                    f"request {name} names an adapter, but this engine has no LoRA layers; pass lora_config to "
                     "Engine, or set EngineConfig.ignore_adapters to serve the backbone alone"
                 )
             self._residency.check(request.adapter)
-        check_generated(request, generated, self.vocab_size)
-
-    def _queue(self, request: Request, generated: Sequence[int]) -> RequestState:
+        try:
+            if self._residency is not None:
+                self._residency.check_folder(request.adapter)
+        except refusals as error:
+            state = self._states.make(request)
+            state.fail(f"{type(error).__name__}: {error}")
+            return state
         state = self._requests[request.request_id] = self._states.make(request)
         state.resume(generated)
         if self._residency is not None:

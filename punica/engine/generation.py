@@ -136,14 +136,13 @@ class Generation(ABC):
 
     def __init__(self, *, one_thread: bool = False) -> None:
         self._turns = Turns(one_thread=one_thread)
-        self._names = itertools.count()
+        self._names = map("generate-{}".format, itertools.count())
         self._own: set[str] = set()  # names of the requests of open calls
         self._results: dict[RequestState, GenerationResult | None] = {}  # of the same, once they have ended
         self._kept: list[GenerationResult] = []  # of requests added one by one, for the next step() to return
 
     @abstractmethod
-    def add_or_fail(self, request: Request) -> RequestState:
-        """Queue a request; return it as failed if its adapter's folder is refused."""
+    def add_or_fail(self, request: Request) -> RequestState: ...
 
     @abstractmethod
     def is_in_use(self, request_id: str) -> bool: ...
@@ -168,7 +167,7 @@ class Generation(ABC):
 
     def generate(
         self, prompts: Any, adapters: Adapters = None, params: Params = None, *, progress: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None, cache_salt: str = "",
     ) -> list[GenerationResult]:  # fmt: skip
         """Continue every prompt with its adapter; return the results in the order of the prompts.
 
@@ -181,32 +180,31 @@ class Generation(ABC):
                 where the prompt leaves less room. A prompt whose ``n`` is not 1 has so many results, one after another.
             progress: show a bar on standard error, with finished results and generated tokens.
             chat_template_kwargs: further variables of the chat template, e.g. ``{"enable_thinking": False}``.
+            cache_salt: as of a :class:`Request`, for all prompts.
 
         Other requests of the engine run in the same steps. A request that fails, also by its adapter's folder, has a
         result with the error, without effect on the others. Raises all other errors of :meth:`add_request` and
         :meth:`step`, and ValueError for different lengths; the requests of the call are removed then.
         """
-        requests = self._requests_of(prompts, adapters, params, chat_template_kwargs)
+        requests = self._requests_of(prompts, adapters, params, chat_template_kwargs, cache_salt)
         states: list[RequestState] = []
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
             try:
                 self._take(requests, states)
-                tokens, ended = 0, 0
-                while ended < len(states):  # in their order: no scan of all requests per step
-                    if states[ended].has_ended:
-                        ended += 1
-                        tokens += states[ended - 1].num_generated
-                        bar.set_postfix(tokens=tokens, refresh=False)
-                        bar.update()
-                    else:
-                        self._turns.advance(partial(getattr, states[ended], "has_ended"), self._step_for_all)
+                tokens = 0
+                for state in states:  # in their order: no scan of all requests per step
+                    while not state.has_ended:
+                        self._turns.advance(partial(getattr, state, "has_ended"), self._step_for_all)
+                    tokens += state.num_generated
+                    bar.set_postfix(tokens=tokens, refresh=False)
+                    bar.update()
                 return [self.result_of(state) for state in states]
             finally:
                 self._let_go(states)
 
     def stream(
         self, prompts: Any, adapters: Adapters = None, params: Params = None, *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None, cache_salt: str = "",
     ) -> Iterator[GenerationChunk]:  # fmt: skip
         """Generate as :meth:`generate` does, but yield after every step a chunk for each prompt with new output.
 
@@ -215,11 +213,15 @@ class Generation(ABC):
         """
         states: list[RequestState] = []
         try:
-            self._take(self._requests_of(prompts, adapters, params, chat_template_kwargs), states)
+            self._take(self._requests_of(prompts, adapters, params, chat_template_kwargs, cache_salt), states)
             tails = [_Tail(index, state, self.codec) for index, state in enumerate(states)]
             while tails:
-                yield from self._next_chunks(tails)
-                tails = [tail for tail in tails if not tail.is_complete]
+                self._turns.advance(lambda: any(tail.has_news for tail in tails), self._step_for_all)
+                with self._turns:
+                    self._turns.resign()  # the caller may pause after it for any time
+                    chunks = [self._chunk_of(tail) for tail in tails if tail.has_news]
+                yield from chunks
+                tails[:] = [tail for tail in tails if not tail.is_complete]
         finally:
             self._let_go(states)
 
@@ -233,7 +235,6 @@ class Generation(ABC):
 
     @exclusive
     def _let_go(self, states: Sequence[RequestState]) -> None:
-        """Abort the unfinished requests of a call that ends."""
         self._turns.resign()
         for state in states:
             if not state.has_ended:
@@ -253,18 +254,11 @@ class Generation(ABC):
     def _keep(self, results: Iterable[GenerationResult]) -> None:
         self._kept += [result for result in results if result.request_id not in self._own]
 
-    def _with_kept(self, output: StepOutput) -> StepOutput:
-        """Return a step's output, with the kept results first."""
-        kept, self._kept = self._kept, []
-        finished = [result for result in kept if result.error is None]
-        failed = [result for result in kept if result.error is not None]
-        return replace(output, finished=(*finished, *output.finished), failed=(*failed, *output.failed))
-
-    def _next_chunks(self, tails: Sequence["_Tail"]) -> list[GenerationChunk]:
-        self._turns.advance(lambda: any(tail.has_news for tail in tails), self._step_for_all)
-        with self._turns:
-            self._turns.resign()  # its caller may pause here for any time
-            return [self._chunk_of(tail) for tail in tails if tail.has_news]
+    def _with_results(self, output: StepOutput, ended: Iterable[GenerationResult]) -> StepOutput:
+        """Return a step's output with the kept results, and those that ``ended`` in it."""
+        results, self._kept = [*self._kept, *ended], []
+        finished, failed = (tuple(one for one in results if (one.error is None) is well) for well in (True, False))
+        return replace(output, finished=finished, failed=failed)
 
     def _chunk_of(self, tail: "_Tail") -> GenerationChunk:
         state = tail.state
@@ -278,7 +272,7 @@ class Generation(ABC):
             return tail.chunk(self.result_of(state), decodes=False)
 
     def _requests_of(
-        self, prompts: Any, adapters: Any, params: Any, template_arguments: Mapping[str, Any] | None
+        self, prompts: Any, adapters: Any, params: Any, template_arguments: Mapping[str, Any] | None, cache_salt: str
     ) -> list[Request]:
         prompts = listed_prompts(prompts)
         count = len(prompts)
@@ -298,8 +292,9 @@ class Generation(ABC):
             self._encoded(f"prompts[{place}]", prompt, adapter, template_arguments)
             for place, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True))
         ]
+        names = (name for name in self._names if not self.is_in_use(name))
         return [
-            Request(self._free_name(), ids, choice, adapter)
+            Request(next(names), ids, choice, adapter, cache_salt)
             for (ids, ends), adapter, one in zip(encoded, adapters, params, strict=True)
             for choice in ending_at(self._defaults_for(ids) if one is None else as_sampling_params(one), ends).choices()
         ]
@@ -312,16 +307,10 @@ class Generation(ABC):
             return params
         return replace(params, max_new_tokens=room, min_tokens=min(params.min_tokens, room))
 
-    def _free_name(self) -> str:
-        names = (f"generate-{number}" for number in self._names)
-        return next(name for name in names if not self.is_in_use(name))
-
     def _encoded(
         self, name: str, prompt: Any, adapter: Any, arguments: Mapping[str, Any] | None
     ) -> tuple[Any, tuple[int, ...]]:
-        """Encode a text or a chat, with the end tokens of its template; for the request to check, anything else stays
-        as it is.
-        """
+        """Encode a text or a chat, with the end tokens of its template; the request checks anything else."""
         if not isinstance(prompt, str) and not is_chat(prompt):
             return prompt, ()
         if self.codec is None:

@@ -9,7 +9,7 @@ other step. One that stops at a token has a row in step k + 1 that is not read.
 """
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from punica.engine.requests import StepStatistics
 from punica.engine.residency import AdapterResidency
 from punica.engine.runner import InFlight, ModelRunner
-from punica.engine.sampler import NO_TOKEN, no_token_error
+from punica.engine.sampler import NO_TOKEN
 from punica.scheduling import RequestState, RequestStatus, Scheduler, StepLayout, StepPlan, lay_out
 
 
@@ -63,10 +63,7 @@ class Overlap:
         self._runner, self._scheduler, self._residency, self._index_rule = runner, scheduler, residency, index_rule
 
     def begin(self, pinned: Collection[int], failed: list[RequestState], before: InFlight | None = None) -> BegunStep:
-        """Schedule and launch a step; ``before``: the step in flight, whose tokens it needs.
-
-        After an error the requests that were joining are queued again.
-        """
+        """Schedule and launch a step; ``before``: the step in flight, whose tokens it needs."""
         plan = self._scheduler.schedule(pinned)
         if plan.is_empty and before is None:
             failed += self._fail_unschedulable(pinned)
@@ -133,15 +130,14 @@ class Overlap:
             return None
         return step._replace(plan=self._activate(plan, failed), scheduled_s=time.perf_counter())
 
-    def drop(self, *steps: BegunStep | None) -> None:
-        """Queue the requests again that would have joined in these steps, in order, or left with the first.
+    def drop(self, first: BegunStep | None, later: BegunStep | None = None) -> None:
+        """Queue the requests again that would have joined in two steps, in order, or left with the first.
 
         A prompt that earlier steps began keeps their rows.
         """
-        first, *later = steps
-        for step in filter(None, reversed(later)):
-            self._scheduler.take_back(step.plan.prefills, step.plan.pieces)
-        self._requeue(self._scheduler.leaving)
+        if later is not None:
+            self._scheduler.take_back(later.plan.prefills, later.plan.pieces)
+        self._scheduler.take_back([*self._scheduler.leaving])
         if first is not None:
             self._scheduler.take_back(first.plan.prefills, first.plan.pieces)
 
@@ -174,13 +170,6 @@ class Overlap:
         request.fail(error)
         return [request]
 
-    def fail_for_nan(self, request: RequestState, layout: StepLayout) -> list[RequestState]:
-        """Fail a request whose logits hold NaN; one with drafts, perhaps the cause, has another step without them."""
-        if request in layout.drafts:
-            request.may_draft = False
-            return []
-        return self.fail(request, no_token_error(request))
-
     def _with_keys(self, plan: StepPlan) -> StepPlan:
         """Tell the keys of joining requests by the weights that they hold now, which decide what is registered.
 
@@ -191,19 +180,18 @@ class Overlap:
             expected, request.prefix_key = request.prefix_key, self._scheduler.key_of(request, True)
             if request.hit and request.prefix_key != expected:
                 others.append(request)
-        self._requeue(others)
+        self._scheduler.take_back(others)
         return plan.only(self._scheduler.running)
 
     def _activate(self, plan: StepPlan, failed: list[RequestState]) -> StepPlan:
-        """Activate the adapters of the step; return the plan without requests that failed.
-
-        Adapters of running requests come first, so that none of them is evicted for one that joins.
-        """
+        """Activate the adapters of the step; return the plan without requests that failed."""
         residency, wanted = self._residency, [*plan.decodes, *plan.idle, *plan.prefills]
         if residency is None or residency.settled == (wanted, residency.manager.uses):
             return plan
         before = len(failed)
-        for request in (*residency.running_first((*plan.decodes, *plan.idle)), *plan.prefills):
+        # running requests first, of these the ones with a slot, so that no adapter of theirs is evicted for another
+        running = sorted((*plan.decodes, *plan.idle), key=lambda one: one.weights is None or one.weights.slot is None)
+        for request in (*running, *plan.prefills):
             if request not in self._scheduler.running:
                 continue  # it left with the last unfinished member of its batch
             try:
@@ -219,20 +207,12 @@ class Overlap:
 
     def _fail_unschedulable(self, pinned: Collection[int]) -> list[RequestState]:
         """Fail the head of the queue if nothing runs and pins leave it no slot."""
-        scheduler = self._scheduler
-        if scheduler.running or not scheduler.waiting or scheduler.has_slot(scheduler.waiting[0], pinned):
+        scheduler, head = self._scheduler, next(iter(self._scheduler.waiting), None)
+        if scheduler.running or head is None or scheduler.has_slot(head, pinned):
             return []
-        head = scheduler.waiting[0]
         name = f"adapter {head.adapter_id}" if head.adapter_id else f"adapters {sorted(head.adapter_ids)}"
         return self.fail(
             head,
             f"RuntimeError: no slot for {name}: all {len(pinned)} slots were pinned, for adapters "
             f"{sorted(pinned)}, while the request waited; call manager.unpin_adapter and ask again",
         )
-
-    def _requeue(self, requests: Iterable[RequestState]) -> None:
-        """Queue requests again whose keys and values are not cached, or whose tokens are lost; in their order."""
-        scheduler = self._scheduler
-        for request in reversed(list(requests)):
-            if request in scheduler.running or request in scheduler.leaving:
-                scheduler.requeue(request)

@@ -12,9 +12,10 @@ from torch import nn
 from punica.adapters import LoRARequest
 from punica.adapters.config import CONFIG_FILE as ADAPTER_FILE
 from punica.adapters.request import config_of, loading
+from punica.adapters.wrap import slots_need
 from punica.checks import as_int, check_count, check_number, clip
 from punica.config import LoRAConfig
-from punica.engine.config import DEFAULT_MODEL_LEN, EngineConfig, fit_blocks, slot_bytes
+from punica.engine.config import DEFAULT_MODEL_LEN, EngineConfig, fit_blocks
 from punica.engine.text import load_tokenizer
 from punica.models import LlamaForCausalLM, load_model
 from punica.models.families import CONFIG_FILE, loading_advice, read_json
@@ -49,8 +50,7 @@ def load_pretrained(
 ) -> tuple[LlamaForCausalLM, LoRAConfig | None, EngineConfig, Any, GenerationDefaults]:  # fmt: skip
     """Load the parts of ``Engine.from_pretrained``; checks that need no weights come before reading them.
 
-    ``weights``: dtype, device and form of the weights, as ``Engine.from_pretrained`` takes them; ``sizes``: further
-    fields of an ``EngineConfig``; ``lora``: of a ``LoRAConfig``. The fourth part is the tokenizer.
+    ``sizes``: fields of an ``EngineConfig``; ``lora``: of a ``LoRAConfig``. The fourth part is the tokenizer.
     """
     fraction = check_number("memory_fraction", memory_fraction)
     if not 0.0 < fraction <= 1.0:
@@ -68,7 +68,7 @@ def load_pretrained(
     length = min(model.max_context, DEFAULT_MODEL_LEN) if max_model_len is None else max_model_len
     config = EngineConfig(**{**sizes, "max_model_len": length})
     if config.num_blocks is None:
-        slots = 0 if lora_config is None else lora_config.max_loras * _slot_bytes(model, lora_config)
+        slots = 0 if lora_config is None else slots_need(model, lora_config).nbytes
         blocks = fit_blocks(model, config, slots, fraction)
         if max_model_len is None:
             length = min(length, blocks * config.block_size)
@@ -79,8 +79,7 @@ def load_pretrained(
 def fit_lora_config(adapters: Sequence[LoRARequest], full_slots: int, fields: dict[str, Any]) -> LoRAConfig | None:
     """Return a config for ``adapters``: the widest rank, one slot each up to ``full_slots``, host memory for all.
 
-    ``fields`` that are not ``None`` take precedence; without these and adapters the result is ``None``. Raises the
-    errors of reading ``adapter_config.json``.
+    ``fields`` that are not ``None`` take precedence; without these and adapters the result is ``None``.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     if not adapters and not given:
@@ -129,7 +128,6 @@ def read_generation_defaults(
 
 
 def clamped(defaults: GenerationDefaults, max_model_len: int) -> GenerationDefaults:
-    """Lower the default number of new tokens to what an engine can hold, with a warning."""
     params, most = defaults.params, max_model_len - 1  # beside one token of prompt
     if params.max_new_tokens <= most:
         return defaults
@@ -169,7 +167,6 @@ def _warn_of_unserved(values: dict[str, Any], path: Path, has_tokenizer: bool) -
 
 
 def as_requests(adapters: LoRARequest | Iterable[LoRARequest]) -> list[LoRARequest]:
-    """Return the adapters as a list. TypeError for anything but LoRARequests."""
     found = [adapters] if isinstance(adapters, LoRARequest) else adapters
     if isinstance(found, (str, bytes, dict)) or not isinstance(found, Iterable):
         raise TypeError(f"adapters must be a list of LoRARequest, got {type(found).__name__} {clip(found)}")
@@ -213,12 +210,6 @@ def _in_vocabulary(name: str, value: Any, vocab_size: int, path: Path) -> tuple[
             stacklevel=3,
         )
     return known
-
-
-def _slot_bytes(model: LlamaForCausalLM, lora_config: LoRAConfig) -> int:
-    dtype = lora_config.fp8 or (model.config.dtype if lora_config.lora_dtype == "auto" else lora_config.lora_dtype)
-    named = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return slot_bytes(model, lora_config.max_lora_rank, named.itemsize)
 
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

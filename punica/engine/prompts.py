@@ -121,7 +121,6 @@ class AdapterText:
         return self._found(folder) if self._trusted and folder is not None else None
 
     def check_template(self, folder: str) -> None:
-        """Warn once of a template in a folder that is not trusted."""
         if self._trusted:
             return
         is_new = [self._is_new(Path(folder, name)) for name in (_TEMPLATE, _CONFIG)]
@@ -139,7 +138,6 @@ class AdapterText:
         return None if text is None else (text, special)
 
     def check_tokenizer(self, folder: str) -> None:
-        """Warn once if a folder's tokenizer differs from the base model's."""
         for name in _TOKENIZERS:
             path = Path(folder, name)
             if not self._is_new(path):

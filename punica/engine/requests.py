@@ -1,15 +1,14 @@
 """Requests of an engine: checks on arrival and states of those accepted; their results, and the outputs of steps."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from punica.checks import check_count, clip
-from punica.engine.config import EngineConfig
 from punica.engine.pretrained import GenerationDefaults
 from punica.engine.sampler import derived_seed
 from punica.engine.text import TextCodec, bad_sequences, growing_text, text_of
-from punica.scheduling import BlockManager, FinishReason, Request, RequestState, as_sampling_params
+from punica.scheduling import FinishReason, Request, RequestState, as_sampling_params
 
 
 @dataclass(frozen=True)
@@ -106,34 +105,24 @@ class StepOutput:
 
 
 def result_of(state: RequestState, codec: TextCodec | None) -> GenerationResult:
-    """Build the result of a request that has ended; it fails if its text cannot be decoded.
-
-    RuntimeError for one that has not ended.
-    """
+    """Build the result of a request that has ended (else RuntimeError); it fails if its text cannot be decoded."""
     if state.finish_reason is None:
         raise RuntimeError(f"request {state.request_id!r} has not ended; call step until it has, or abort_request")
     text = None
     if codec is not None:
         try:
-            keeps, ids = not state.params.skip_special_tokens, state.text_token_ids
             if state.text is not None:
                 text = state.text.finish()
             else:
+                keeps, ids = not state.params.skip_special_tokens, state.text_token_ids
                 text = text_of(codec, ids, keeps_special=keeps, prompt_token_ids=state.prompt_token_ids)
         except Exception as error:  # any exception of a tokenizer
             state.fail(state.error or f"{type(error).__name__}: {error}")
+    logprobs = None if state.params.logprobs is None else list(state.logprobs)
     return GenerationResult(
-        request_id=state.request_id,
-        prompt_token_ids=state.prompt_token_ids,
-        token_ids=list(state.output_token_ids),
-        text=text,
-        finish_reason=state.finish_reason,
-        error=state.error,
-        logprobs=None if state.params.logprobs is None else list(state.logprobs),
-        arrival_s=state.arrival_s,
-        first_token_s=state.first_token_s,
-        last_token_s=state.last_token_s,
-    )
+        state.request_id, state.prompt_token_ids, list(state.output_token_ids), text, state.finish_reason, state.error,
+        logprobs, state.arrival_s, state.first_token_s, state.last_token_s,
+    )  # fmt: skip
 
 
 class StateFactory:
@@ -152,12 +141,19 @@ class StateFactory:
         return RequestState(request, seed, self._defaults.eos_token_ids, text, bad_sequences(codec, params.bad_words))
 
 
-def check_tokens(request: Request, vocab_size: int, *, has_tokenizer: bool) -> None:
-    """Check that tokens of prompt and parameters are in the vocabulary, and strings have a tokenizer: ValueError.
+def check_request(
+    request: Request, is_in_use: Callable[[str], bool], vocab_size: int, max_model_len: int, *, has_tokenizer: bool,
+    generated: Sequence[int] = (),
+) -> None:  # fmt: skip
+    """Check a request that arrives, all but its adapter, and the tokens that it has already: TypeError, ValueError.
 
-    ``n`` has to be 1: a request has one output.
+    Tokens of prompt and parameters have to be in the vocabulary, strings need a tokenizer, ``n`` has to be 1.
     """
+    if not isinstance(request, Request):
+        raise TypeError(f"request must be a Request, got {type(request).__name__}")
     name, highest = clip(request.request_id), max(request.prompt_token_ids)
+    if is_in_use(request.request_id):
+        raise ValueError(f"request_id {name} is in use by an unfinished request; choose another id")
     if highest >= vocab_size:
         raise ValueError(
             f"prompt of request {name} contains token {clip(highest)}, the vocabulary has {vocab_size} ids; check the "
@@ -187,31 +183,18 @@ def check_tokens(request: Request, vocab_size: int, *, has_tokenizer: bool) -> N
             f"request {name} has n={params.n}, a request has one output; call generate, or add a request for each of "
             "params.choices()"
         )
-
-
-def check_length(request: Request, config: EngineConfig, blocks: BlockManager) -> None:
-    """Check the length against ``max_model_len`` and the whole KV cache: ValueError."""
-    name, prompt, new = clip(request.request_id), len(request.prompt_token_ids), request.max_new_tokens
-    if prompt + new > config.max_model_len:
+    prompt, new = len(request.prompt_token_ids), request.max_new_tokens
+    if prompt + new > max_model_len:
         raise ValueError(
-            f"request {name} has {prompt} prompt tokens and {new} new ones, max_model_len is {config.max_model_len}; "
+            f"request {name} has {prompt} prompt tokens and {new} new ones, max_model_len is {max_model_len}; "
             "shorten it or raise EngineConfig.max_model_len"
         )
-    needed = blocks.blocks_for(request.final_kv_length)
-    if needed > blocks.num_blocks:
-        raise ValueError(
-            f"request {name} with {prompt} prompt tokens and {new} new ones needs {needed} KV blocks, the whole cache "
-            f"has {blocks.num_blocks} (of {blocks.block_size} tokens); shorten it or raise EngineConfig.num_blocks"
-        )
 
-
-def check_generated(request: Request, generated: Sequence[int], vocab_size: int) -> None:
-    """Check that generated tokens are in the vocabulary, and fewer than the request asks for: TypeError, ValueError."""
     for place, token in enumerate(generated):
         if check_count(f"generated[{place}]", token, 0) >= vocab_size:
             raise ValueError(f"generated[{place}] is {clip(token)}, the vocabulary has {vocab_size} ids")
-    if len(generated) >= request.max_new_tokens:
+    if len(generated) >= new:
         raise ValueError(
-            f"request {clip(request.request_id)} has {len(generated)} generated tokens and asks for "
-            f"{request.max_new_tokens}: it has ended; take its output as it is"
+            f"request {name} has {len(generated)} generated tokens and asks for {new}: it has ended; take its output "
+            "as it is"
         )

@@ -37,7 +37,7 @@ class FolderReaders:
 
     def __init__(self, manager: LoRAModelManager, *, digests: bool = False) -> None:
         self.readings: dict[str, Future[LoRAModel]] = {}
-        self._adapters: dict[str, LoRARequest] = {}  # of those requests
+        self._latest: dict[tuple[int, object], Future[LoRAModel]] = {}  # by id and folder: those that requests wait for
         self._manager, self._digests = manager, digests
         self._pool = ThreadPoolExecutor(READERS, "punica-adapters", compute_alone)
 
@@ -48,19 +48,20 @@ class FolderReaders:
 
     def begin(self, request_id: str, adapter: LoRARequest) -> Future[LoRAModel]:
         if request_id not in self.readings:
-            self.readings[request_id] = self.find(request_id, adapter) or self.read(adapter)
-            self._adapters[request_id] = adapter
+            reading = self.readings[request_id] = self.find(request_id, adapter) or self.read(adapter)
+            self._latest[adapter.lora_int_id, adapter.source] = reading
         return self.readings[request_id]
 
     def read(self, adapter: LoRARequest) -> Future[LoRAModel]:
         """Begin a reading that no request waits for, from any thread."""
-        return self._pool.submit(self._read, adapter)
 
-    def _read(self, adapter: LoRARequest) -> LoRAModel:
-        found = self._manager.read_adapter(adapter)
-        if self._digests:
-            found.content_hash()  # it is kept
-        return found
+        def load() -> LoRAModel:
+            found = self._manager.read_adapter(adapter)
+            if self._digests:
+                found.content_hash()  # it is kept
+            return found
+
+        return self._pool.submit(load)
 
     def find(self, request_id: str, adapter: LoRARequest) -> Future[LoRAModel] | None:
         """Return the reading that the request waits for, or another one for the same adapter, unless that failed: its
@@ -68,19 +69,15 @@ class FolderReaders:
         """
         if request_id in self.readings:
             return self.readings[request_id]
-        for other_id, reading in self.readings.items():
-            other = self._adapters[other_id]
-            same = (other.lora_int_id, other.source) == (adapter.lora_int_id, adapter.source)
-            if same and not (reading.done() and reading.exception()):
-                return reading
-        return None
+        reading = self._latest.get((adapter.lora_int_id, adapter.source))
+        return None if reading is not None and reading.done() and reading.exception() else reading
 
     def drop(self, request_id: str) -> None:
         """Forget the reading of a request; one without requests is cancelled unless it has begun."""
         reading = self.readings.pop(request_id, None)
-        self._adapters.pop(request_id, None)
         if reading is not None and reading not in self.readings.values():
             reading.cancel()
+            self._latest = {folder: one for folder, one in self._latest.items() if one is not reading}
 
 
 class AdapterResidency:
@@ -110,12 +107,7 @@ class AdapterResidency:
         self.settled: tuple[list[RequestState], int] = ([], -1)
 
     def check(self, adapter: object) -> None:
-        """Refuse an adapter by its type and slot; :meth:`check_folder` checks its id and folder.
-
-        TypeError: not a LoRARequest. ValueError: a mixture that no layer takes, needs more slots than there are, or
-        names an id twice.
-        RuntimeError: slots that it needs are pinned for other adapters, so it could wait for ever.
-        """
+        """Refuse an adapter by its type and slots; :meth:`check_folder` checks its id and folder."""
         parts, slots = adapters_of(adapter), self.manager.lora_slots
         for one in parts:
             if not isinstance(one, LoRARequest):
@@ -136,10 +128,7 @@ class AdapterResidency:
             )
 
     def check_folder(self, adapter: object) -> None:
-        """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads all but the numbers.
-
-        FileNotFoundError, ValueError, TypeError: the folder or its content. ValueError: its id belongs to another.
-        """
+        """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads all but the numbers."""
         if isinstance(adapter, Mixture):
             for one in adapter.adapters:
                 self.check_folder(one)
@@ -191,10 +180,6 @@ class AdapterResidency:
             weights, request.weights = request.weights, None
             self.manager.release(weights)
 
-    def running_first(self, requests: Iterable[RequestState]) -> list[RequestState]:
-        """Order running requests: those with a slot first, so that no adapter that is brought back evicts theirs."""
-        return sorted(requests, key=lambda request: request.weights is None or request.weights.slot is None)
-
     def activate(self, request: RequestState) -> None:
         """Make the adapter of a request active: its own version if it has begun, else the newest, loaded if need be.
 
@@ -225,7 +210,7 @@ class AdapterResidency:
         adapter, tried = request.adapter, self._prefetched == request.request_id
         if not isinstance(adapter, LoRARequest) or request.reloads or tried:
             return
-        if not self._is_read(request, adapter):
+        if not self.is_loaded(request):
             return  # and is tried again in the next step
         if (reading := self._readers.readings.get(request.request_id)) is not None and reading.exception() is not None:
             return
@@ -274,20 +259,15 @@ class AdapterResidency:
         return held is not None and held.slot is not None and not self._awaits_reload(request.adapter_id)
 
     def is_loaded(self, request: RequestState) -> bool:
-        """Tell if a waiting request can join without delaying others by reading its folder; if not, begin to read it.
+        """Tell if a waiting request can join without delaying others by reading its folder; if not, begin to read it
+        and the next ones.
 
         A folder that cannot be read counts as loaded: the error belongs to the step in which the request joins.
         """
         adapter = request.adapter
         if not self._reads_beside or not isinstance(adapter, LoRARequest):
             return all([self.is_loaded(part) for part in request.mixed])  # a list: all begin to be read
-        if request.reloads and adapter.tensors is None:
-            return True
-        return self._is_read(request, adapter)
-
-    def _is_read(self, request: RequestState, adapter: LoRARequest) -> bool:
-        """Tell if a waiting request's adapter is read, or needs no reading; else begin to read it and the next ones."""
-        if not self._reads_beside or self._is_in_memory(request):
+        if (request.reloads and adapter.tensors is None) or self._is_in_memory(request):
             return True
         reading = self._readers.begin(request.request_id, adapter)
         self._read_ahead()
@@ -359,7 +339,6 @@ class AdapterResidency:
         self.manager.activate(held)
 
     def _reload(self, request: RequestState, adapter: LoRARequest) -> None:
-        """Load the folder again as a new version; requests that have begun keep theirs."""
         reading = None if adapter.tensors is None else self._readers.find(request.request_id, adapter)
         if reading is None:
             self.manager.add_adapter(replace(adapter, load_inplace=True))
@@ -373,7 +352,6 @@ class AdapterResidency:
 
 
 def _activation_of(request: RequestState, lora: LoRAModel) -> int | None:
-    """Return the first token of a request that is computed with an adapter; ``None``: none is."""
     return 0 if lora.invocation is None else activation_start(request.prompt_token_ids, lora.invocation)
 
 

@@ -12,15 +12,7 @@ from torch import Tensor
 from punica.adapters import LoRAModelManager
 from punica.engine.attention import INVARIANT_SPLITS, KernelAttention, KVCache, attention_for
 from punica.engine.config import EngineConfig
-from punica.engine.cuda_graph import (
-    GraphShape,
-    StepGraphs,
-    StepResult,
-    StepShapes,
-    decode_sizes,
-    prompt_sizes,
-    verify_sizes,
-)
+from punica.engine.cuda_graph import GraphShape, StepGraphs, StepResult, StepShapes
 from punica.engine.sampler import NO_TOKEN, PendingCopy, PendingLogprobs, choose_tokens, token_logprobs
 from punica.engine.speculation import StepTokens, verified
 from punica.layers import capturing_vocabulary, rehearsal
@@ -69,7 +61,6 @@ class StepInputs:
         return self.first(num_rows, num_sampled)
 
     def first(self, num_rows: int, num_sampled: int) -> StepRows:
-        """Return views of the first rows, without refilling them."""
         lengths = (num_rows, num_rows, num_rows, num_sampled)
         return StepRows(*(row[:length] for row, length in zip(self._staged.tensor, lengths, strict=True)))
 
@@ -87,15 +78,9 @@ class InFlight(NamedTuple):
     metadata_ready_s: float
 
     def tokens(self) -> StepTokens:
-        """Return the tokens; the host waits for the device."""
         with in_step():
             found = self.token_ids.tolist(), {} if self.logprobs is None else self.logprobs.read()
         return verified(self.layout, *found) if self.layout.drafts else StepTokens(*found)
-
-
-def max_step_rows(config: EngineConfig) -> int:
-    """Return the most rows of a step: those of prompts beside a full batch, padded as its graphs are."""
-    return prompt_sizes(config.max_num_batched_tokens)[-1] + decode_sizes(config.max_batch_size)[-1]
 
 
 class ModelRunner:
@@ -109,20 +94,18 @@ class ModelRunner:
         self, model: LlamaForCausalLM, cache: KVCache, manager: LoRAModelManager | None, config: EngineConfig
     ) -> None:
         self.model, self.manager = model, manager
-        device, self._max_requests = cache.keys[0].device, decode_sizes(config.max_batch_size)[-1]
+        device, slots = cache.keys[0].device, 0 if manager is None else manager.lora_slots
+        self.shapes = StepShapes(config.max_batch_size, config.max_num_batched_tokens, slots, config.speculate)
         splits = INVARIANT_SPLITS if config.batch_invariant else None
         self.attention = attention_for(
-            cache, self._max_requests, -(-config.max_model_len // cache.block_size), splits,
+            cache, self.shapes.max_requests, -(-config.max_model_len // cache.block_size), splits,
             cached_prompts=config.caches_prompts,
         )  # fmt: skip
-        self.inputs = StepInputs(max_step_rows(config), device)
+        self.inputs = StepInputs(config.max_step_rows, device)
         modules = [] if manager is None else manager.modules.values()
         self._ends = [layer for layer in modules if layer.skips_when_empty]
         self.graphs: StepGraphs | None = None
         self._results: StepResult | None = None
-        prompts, slots = config.max_num_batched_tokens, 0 if manager is None else manager.lora_slots
-        self.shapes = StepShapes(config.max_batch_size, prompts, slots, config.speculate)
-        self._max_sampled = max(self._max_requests, *verify_sizes(config.max_batch_size, config.speculate))
         if config.cuda_graphs and isinstance(self.attention, KernelAttention) and collectives_can_be_captured():
             this = weakref.proxy(self)  # a reference cycle would keep the KV cache of a dropped engine
             self.graphs = StepGraphs(
@@ -184,10 +167,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, prompt_rows: int, *, progress: bool) -> None:
-        """Capture the graphs of all steps with up to ``prompt_rows`` rows of prompts.
-
-        Steps without a graph are run once, which compiles their kernels. No cache row is written.
-        """
+        """Capture the graphs of all steps with up to ``prompt_rows`` rows of prompts, or run those without one."""
         shapes = self.shapes.up_to(prompt_rows, vocabulary=any(layer.filled_slots for layer in self._ends))
         for shape in shown(shapes, "warm-up: steps of each size", "step") if progress else shapes:
             if not self.capture(shape):
@@ -211,7 +191,6 @@ class ModelRunner:
         rows.token_ids[first : first + len(order)].copy_(tokens.clamp(min=0))  # NO_TOKEN: a row that is not read
 
     def _shape_of(self, layout: StepLayout) -> GraphShape | None:
-        """Return the shape of the step's graph; ``None``: no memory for it."""
         first = layout.num_prefill_rows
         slots = [slot for slot, span in zip(layout.sampled_slots, layout.spans, strict=True) if span.start >= first]
         used = {*layout.sampled_slots}.union(slot for mixture in layout.mixtures for slot, _ in mixture) - {-1}
@@ -225,10 +204,7 @@ class ModelRunner:
         return None if self.graphs is None or self.graphs.is_refused(shape) else shape
 
     def _stage_dummy(self, shape: GraphShape) -> None:
-        """Stage a step of ``shape`` that writes no cache row: one prompt, and decode rows spread evenly over slots.
-
-        Rows of a step with drafts are spread as those are.
-        """
+        """Stage a step of ``shape`` that writes no cache row: one prompt, and other rows spread evenly over slots."""
         prompts, decodes, adapters, _, mixed, _ = shape
         num_rows, num_sampled = self._rows_of(shape)
         rows = self.inputs.fill(StepLayout((), (), (), [], [], [], 0), num_rows, num_sampled)
@@ -252,13 +228,13 @@ class ModelRunner:
     def _rows_of(self, shape: GraphShape) -> tuple[int, int]:
         """Return rows and sampled rows of a shape; with a prompt, the most of any step are sampled."""
         rows = shape.prompt_rows + shape.decode_rows
-        return rows, rows if shape.samples_all else self._max_sampled
+        return rows, rows if shape.samples_all else self.shapes.max_sampled
 
     def _forward_shape(self, shape: GraphShape) -> StepResult:
         """Run the model for a graph; all shapes share one result buffer, so that graphs share more memory."""
         found = self._forward(self.inputs.first(*self._rows_of(shape)), samples_all=shape.samples_all)
         if self._results is None:
-            self._results = StepResult(*(part.new_empty(self._max_sampled, *part.shape[1:]) for part in found))
+            self._results = StepResult(*(part.new_empty(self.shapes.max_sampled, *part.shape[1:]) for part in found))
         kept = StepResult(*(whole[: len(part)] for whole, part in zip(self._results, found, strict=True)))
         for place, part in zip(kept, found, strict=True):
             place.copy_(part)

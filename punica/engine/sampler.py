@@ -65,10 +65,7 @@ class PendingLogprobs(NamedTuple):
         return self._replace(table=PendingCopy(self.table)) if isinstance(self.table, Tensor) else self
 
     def read(self) -> dict[int, dict[int, float]]:
-        """Return ``{row: {token id: logprob}}``: the chosen token, then the most probable ones in falling order.
-
-        The host waits for the device.
-        """
+        """Return ``{row: {token id: logprob}}``: the chosen token, then the most probable ones in falling order."""
         found = {}
         for (row, count), (ids, values) in zip(self.counts.items(), self.table.tolist(), strict=True):
             found[row] = dict(zip(map(int, ids[: 1 + count]), values[: 1 + count], strict=True))
@@ -85,17 +82,22 @@ def choose_tokens(logits: Tensor, requests: Sequence[RequestState], best: Tensor
     if not rows:
         return best
     index = send(rows, torch.int64, logits.device)
-    drawn = _sample(logits.index_select(0, index).float(), [requests[row] for row in rows])
+    scores, drawing, vocab = logits.index_select(0, index).float(), [requests[row] for row in rows], logits.shape[-1]
+    adjust_scores(scores, drawing)
+    params = [request.params for request in drawing]
+    drawn = draw(
+        scores, [one.temperature or 1.0 for one in params],
+        [1 if one.temperature == 0.0 else one.top_k or vocab for one in params],
+        [one.top_p for one in params], [one.min_p for one in params],
+        [uniform(request.seed, request.num_generated) for request in drawing],
+    )  # fmt: skip
     tokens = best.clone()
     tokens[index] = drawn.masked_fill_(best[index] < 0, NO_TOKEN)
     return tokens
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[RequestState]) -> PendingLogprobs | None:
-    """Compute log-probabilities of the chosen ``tokens [S]`` and the most probable ones, for rows that ask for them.
-
-    ``None`` if no row does.
-    """
+    """Compute log-probabilities of the chosen ``tokens [S]`` and the most probable ones, if any row asks for them."""
     counts = {row: one.params.logprobs for row, one in enumerate(requests) if one.params.logprobs is not None}
     if not counts:
         return None
@@ -111,7 +113,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, requests: Sequence[RequestSta
 
 def uniform(seed: int, position: int) -> float:
     """Draw a number in [0, 1) for token ``position`` of a request with ``seed``: 53 bits of Philox(key, counter)."""
-    return (int(np.random.Philox(key=seed, counter=position).random_raw()) >> 11) * 2.0**-53
+    return (derived_seed(seed, position) >> 11) * 2.0**-53
 
 
 def derived_seed(seed: int, number: int) -> int:
@@ -153,21 +155,6 @@ def _most_probable(scores: Tensor, weights: Tensor, most: Tensor, mass: Tensor) 
     return torch.zeros_like(weights).scatter_(-1, order, falling)
 
 
-def _sample(scores: Tensor, requests: Sequence[RequestState]) -> Tensor:
-    params = [request.params for request in requests]
-    adjust_scores(scores, requests)
-    vocab = scores.shape[-1]
-    greedy = [one.temperature == 0.0 for one in params]
-    return draw(
-        scores,
-        [one.temperature or 1.0 for one in params],
-        [1 if first else one.top_k or vocab for one, first in zip(params, greedy, strict=True)],
-        [one.top_p for one in params],
-        [one.min_p for one in params],
-        [uniform(request.seed, request.num_generated) for request in requests],
-    )
-
-
 class _Places:
     """Places ``(row, token)`` of a table of scores, each with a value."""
 
@@ -179,7 +166,6 @@ class _Places:
             self._parts.append(np.stack(np.broadcast_arrays(float(row), np.asarray(tokens, dtype=np.float64), values)))
 
     def sent(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return rows, tokens and values on the device of the scores; ``None`` without any."""
         if not self._parts:
             return None
         rows, tokens, values = send(np.concatenate(self._parts, axis=1), torch.float64, scores.device)
@@ -226,7 +212,6 @@ def _banned(request: RequestState, tokens: list[int], vocab: int) -> list[int]:
 
 
 def no_token_error(state: RequestState) -> str:
-    """Return the error of a request whose logits hold NaN."""
     adapter = state.adapter
     if adapter is None:
         cause = "it runs without an adapter: look for NaN in the model's weights, or serve them in a wider dtype"

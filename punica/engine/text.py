@@ -244,7 +244,6 @@ class GrowingText:
         return self._visible(len(self._text))
 
     def _begin(self, first: int) -> None:
-        """Take the space before the first text."""
         self._has_begun = True
         space = self._codec.leading_space(first, self._prompt_token_ids, keeps_special=self._keeps_special)
         if not space and self._hidden:  # in no text, but a stop string may have it behind a special token
@@ -311,9 +310,7 @@ def text_of(
         space = "" if first is None else codec.leading_space(first, prompt_token_ids, keeps_special=keeps_special)
         return space + text
     growing = GrowingText(codec, keeps_special=keeps_special, prompt_token_ids=prompt_token_ids)
-    for token_id in token_ids:
-        growing.append(token_id)
-    return growing.finish()
+    return growing.take(token_ids, is_last=True)
 
 
 def bad_sequences(codec: TextCodec | None, words: Sequence[str | tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

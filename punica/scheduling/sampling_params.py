@@ -81,7 +81,18 @@ class SamplingParams:
         put("n", check_count("n", self.n))
         for name in _NUMBERS:
             put(name, check_number(name, getattr(self, name)))
-        self._check_ranges()
+        for name, is_right, limits in (
+            ("temperature", self.temperature >= 0.0, "at least 0 (greedy)"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]; 1 keeps every token"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]; 0 keeps every token"),
+            ("repetition_penalty", self.repetition_penalty > 0.0, "> 0; 1 changes nothing"),
+            ("presence_penalty", abs(self.presence_penalty) <= MOST_PENALTY, "in [-2, 2]; 0 changes nothing"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= MOST_PENALTY, "in [-2, 2]; 0 changes nothing"),
+            ("min_tokens", self.min_tokens <= self.max_new_tokens, f"at most max_new_tokens, {self.max_new_tokens}"),
+            ("n", self.n <= MOST_CHOICES, f"at most {MOST_CHOICES}"),
+        ):
+            if not is_right:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be {limits}")
         if self.temperature < LOWEST_TEMPERATURE:
             put("temperature", 0.0)
         for name, lowest, highest in (("top_k", 1, None), ("seed", 0, _SEEDS - 1), ("logprobs", 0, MOST_LOGPROBS)):
@@ -106,23 +117,6 @@ class SamplingParams:
         """Return the parameters of each of the ``n`` outputs: each its own seed, counted up from the given one."""
         seeds = [None if self.seed is None else (self.seed + place) % _SEEDS for place in range(self.n)]
         return [self] if self.n == 1 else [replace(self, n=1, seed=seed) for seed in seeds]
-
-    def _check_ranges(self) -> None:
-        if self.temperature < 0.0:
-            raise ValueError(f"temperature is {self.temperature}, must be at least 0 (greedy)")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p is {self.top_p}, must be in (0, 1]; 1 keeps every token")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p is {self.min_p}, must be in [0, 1]; 0 keeps every token")
-        if self.repetition_penalty <= 0.0:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}, must be > 0; 1 changes nothing")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if abs(getattr(self, name)) > MOST_PENALTY:
-                raise ValueError(f"{name} is {getattr(self, name)}, must be in [-2, 2]; 0 changes nothing")
-        if self.min_tokens > self.max_new_tokens:
-            raise ValueError(f"min_tokens is {self.min_tokens}, must be at most max_new_tokens, {self.max_new_tokens}")
-        if self.n > MOST_CHOICES:
-            raise ValueError(f"n is {self.n}, must be at most {MOST_CHOICES}")
 
 
 def as_sampling_params(value: object) -> SamplingParams:

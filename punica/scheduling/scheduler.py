@@ -8,6 +8,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from punica.scheduling.admission import AdmissionRule, IsResident
 from punica.scheduling.block_manager import BlockManager
@@ -137,9 +138,11 @@ class Scheduler:
             return 0
         return max(0, min(self.most_drafts, request.params.max_new_tokens - request.num_generated - 1))
 
-    def take_back(self, prefills: Sequence[RequestState], pieces: Mapping[RequestState, tuple[int, int]]) -> None:
-        """Queue the prompts of a step again; one of which former steps computed a part stays, without this piece."""
-        for request in reversed(prefills):
+    def take_back(
+        self, requests: Sequence[RequestState], pieces: Mapping[RequestState, tuple[int, int]] = MappingProxyType({})
+    ) -> None:
+        """Queue requests of a step again, in order. A prompt that former steps began stays, without this piece."""
+        for request in reversed(requests):
             first, _ = pieces.get(request, (0, 0))
             if request in self.running and first > request.hit:
                 request.computed, self.partial = first, request
@@ -182,7 +185,6 @@ class Scheduler:
         request.preemptions += 1
 
     def requeue(self, request: RequestState) -> None:
-        """Move a running request to the head of the queue."""
         self._drop(request)
         request.computed = request.hit = 0
         request.status = RequestStatus.WAITING
@@ -256,19 +258,24 @@ class Scheduler:
         """Admit from the queue to a step of ``num_rows`` rows; ``left``: rows for prompts (None: no limit)."""
         while self.waiting and self.partial is None:  # none overtakes a prompt under way
             request = self.rule.candidate(self.waiting, self.is_resident)
-            if not self._has_place(request, prefills, pinned):
+            if len(self.running) >= self.max_batch_size or not self.rule.allows(request, self.running, prefills):
                 break
-            hit = self._hit(request)
+            if not self.has_slot(request, pinned):
+                break
+            request.prefix_key = key = self.key_of(request, not (self.running or self.leaving))
+            # the last token is computed in any case
+            hit = [] if key is None else self.blocks.find(request.tokens_between, request.num_tokens - 1, key)
             first = len(hit) * self.blocks.block_size
             end = self._end_of_piece(request, first, left)
-            if not (first < end <= first + self.max_tokens - num_rows and self._may_start(request, hit)):
+            reserved = request.final_kv_length if self.rule.inseparable else request.num_tokens
+            if not (first < end <= first + self.max_tokens - num_rows and self._may_start(request, hit, reserved)):
                 break
             place = self.waiting.index(request)
             for earlier in itertools.islice(self.waiting, place):
                 earlier.overtaken += 1
             del self.waiting[place]
             self.blocks.adopt(request.request_id, hit, request.num_tokens)
-            self.blocks.reserve(request.request_id, self._tokens_to_reserve(request))
+            self.blocks.reserve(request.request_id, reserved)
             request.status = RequestStatus.RUNNING
             self.running.append(request)
             prefills.append(request)
@@ -305,33 +312,14 @@ class Scheduler:
             self.partial = request if end < request.num_tokens else None
         return end - first
 
-    def _hit(self, request: RequestState) -> Sequence[int]:
-        """Return the cached blocks that a waiting request begins with; its last token is computed in any case."""
-        request.prefix_key = self.key_of(request, not (self.running or self.leaving))
-        if request.prefix_key is None:
-            return ()
-        return self.blocks.find(request.tokens_between, request.num_tokens - 1, request.prefix_key)
-
-    def _has_place(self, candidate: RequestState, admitted: list[RequestState], pinned: Collection[int]) -> bool:
-        return (
-            len(self.running) < self.max_batch_size
-            and self.rule.allows(candidate, self.running, admitted)
-            and self.has_slot(candidate, pinned)
-        )
-
-    def _may_start(self, candidate: RequestState, hit: Sequence[int]) -> bool:
-        return self._has_blocks(candidate, hit) and (
-            self.rule.inseparable or not (self.running or self.leaving) or self.is_loaded(candidate)
-        )
-
-    def _tokens_to_reserve(self, request: RequestState) -> int:
-        return request.final_kv_length if self.rule.inseparable else request.num_tokens
-
-    def _has_blocks(self, candidate: RequestState, hit: Sequence[int]) -> bool:
-        """Check for blocks; in a batch with one spare per request, without which it would be preempted right away."""
-        spare = len(self.running) + 1 if self.running and not self.rule.inseparable else 0
-        needed = self.blocks.blocks_for(self._tokens_to_reserve(candidate)) - self.blocks.num_owned(hit)
-        return needed + spare <= self.blocks.num_free
+    def _may_start(self, candidate: RequestState, hit: Sequence[int], num_tokens: int) -> bool:
+        """Check for files of its adapter, and for blocks; in a batch one spare per request, else it is preempted soon.
+        """
+        whole = self.rule.inseparable
+        spare = len(self.running) + 1 if self.running and not whole else 0
+        if self.blocks.blocks_for(num_tokens) - self.blocks.num_owned(hit) + spare > self.blocks.num_free:
+            return False
+        return whole or not (self.running or self.leaving) or self.is_loaded(candidate)
 
 
 def _slots_of(keys: Iterable[Hashable]) -> set[Hashable]:

@@ -70,7 +70,7 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
         raise ValueError("the engine has no tokenizer, so no text to serve; add tokenizer files to the checkpoint")
     models = settings.base, settings.adapters, settings.keys, settings.roots
     catalogue = Catalogue(*models, backend.facts.max_model_len)
-    generator = Generator(backend, codec, backend.facts.num_places + settings.max_queue)
+    generator = Generator(backend, codec, backend.facts.max_batch_size + settings.max_queue)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -20,13 +20,21 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from punica.adapters import LoRARequest
+from punica.cluster.runner import RunnerDescription
 from punica.engine import Request, StepStatistics
 from punica.serve.errors import RETRY_AFTER, ApiError
-from punica.serve.stepper import EngineFacts, EngineStepper, Message, Order, Outcome, Piece, Stepper
+from punica.serve.stepper import EngineStepper, Message, Order, Outcome, Piece, Stepper
 
 _NUMBERS = itertools.count()
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 LOOK_S = 0.5  # longest wait for a view of the engine, which it gives between two steps
+_OF_STEPS = {
+    "num_hit_tokens": ("punica_prefix_hit_tokens", "Tokens of joining requests found in the prefix cache"),
+    "num_missed_tokens": ("punica_prefix_missed_tokens", "Tokens of joining requests not found there"),
+    "num_evicted_blocks": ("punica_prefix_evicted_blocks", "Blocks of the prefix cache given to others"),
+    "num_drafted_tokens": ("punica_drafted_tokens", "Drafts of next tokens that steps verified"),
+    "num_accepted_tokens": ("punica_accepted_tokens", "Drafts that were right"),
+}  # by field of `StepStatistics`
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -60,7 +68,6 @@ class Call:
         self._arrived.set()
 
     def fail(self, reason: str) -> None:
-        """End all that is unfinished, as the engine itself failed."""
         self.end(ApiError(500, reason, code="engine_failed"))
 
     async def batches(self) -> AsyncIterator[list[Piece]]:
@@ -88,11 +95,7 @@ class Metrics:
         self._generated = self.counter("punica_generated_tokens", "Generated tokens")
         self._steps = self.counter("punica_steps", "Model invocations")
         self._preempted = self.counter("punica_preemptions", "Requests sent back to the queue")
-        self._hits = self.counter("punica_prefix_hit_tokens", "Tokens of joining requests found in the prefix cache")
-        self._misses = self.counter("punica_prefix_missed_tokens", "Tokens of joining requests not found there")
-        self._evictions = self.counter("punica_prefix_evicted_blocks", "Blocks of the prefix cache given to others")
-        self._drafted = self.counter("punica_drafted_tokens", "Drafts of next tokens that steps verified")
-        self._accepted = self.counter("punica_accepted_tokens", "Drafts that were right")
+        self._of_steps = {name: self.counter(*told) for name, told in _OF_STEPS.items()}
         self._running = self.gauge("punica_requests_running", "Requests in the last step")
         self._waiting = self.gauge("punica_requests_waiting", "Requests that wait for a step")
         self._first = histogram("punica_first_token_seconds", "Arrival to first token", buckets=_SECONDS)
@@ -101,13 +104,9 @@ class Metrics:
         self._whole = histogram("punica_request_seconds", "Arrival to last token", buckets=_SECONDS)
 
     def note_step(self, statistics: StepStatistics, num_unfinished: int) -> None:
-        """Count one step, after which ``num_unfinished`` requests are left."""
         num_running = min(statistics.batch_size, num_unfinished)
-        self._hits.inc(statistics.num_hit_tokens)
-        self._misses.inc(statistics.num_missed_tokens)
-        self._evictions.inc(statistics.num_evicted_blocks)
-        self._drafted.inc(statistics.num_drafted_tokens)
-        self._accepted.inc(statistics.num_accepted_tokens)
+        for name, counter in self._of_steps.items():
+            counter.inc(getattr(statistics, name))
         self._note(statistics.batch_size > 0, statistics.num_preempted, num_running, num_unfinished - num_running)
 
     def note_idle(self) -> None:
@@ -138,11 +137,11 @@ class Backend(ABC):
     """Engine of a server: orders to its `Stepper`, and the effects of messages.
 
     Attributes:
-        facts: sizes and settings of the engine.
+        facts: sizes and settings of the engine, or of several as of one.
         refuses: new requests are answered with 503, as the server ends.
     """
 
-    facts: EngineFacts
+    facts: RunnerDescription
     _put: Callable[[Order], None]  # hands over an order, at once
 
     def __init__(self, metrics: Metrics) -> None:

@@ -118,7 +118,6 @@ def parse(arguments: Sequence[str] | None = None) -> Namespace:
 
 
 def _check_source(options: Namespace) -> None:
-    """Set the folders of ``--demo``, which end with this process. ValueError: no checkpoint, or two."""
     if options.demo == (options.checkpoint is not None) or (options.demo and options.adapter):
         raise ValueError("pass a checkpoint's folder, or --demo without a checkpoint and adapters of yours")
     if options.demo:
@@ -129,7 +128,6 @@ def _check_source(options: Namespace) -> None:
 
 
 def _check_names(options: Namespace) -> None:
-    """Set ``base``. ValueError: a name of two models, or one that answers cannot have."""
     options.base = options.served_model_name or Path(options.checkpoint).expanduser().resolve().name
     names = [options.base, *(name for name, _ in options.adapter)]
     for name in names:
@@ -141,7 +139,6 @@ def _check_names(options: Namespace) -> None:
 
 
 def _check_ray(options: Namespace) -> None:
-    """ValueError: an option of ``--ray`` alone. ModuleNotFoundError: no Ray."""
     if options.ray is None:
         for name, value in (("--ray-address", options.ray_address), ("--step-timeout", options.step_timeout)):
             if value is not None:
@@ -153,7 +150,6 @@ def _check_ray(options: Namespace) -> None:
 
 
 def _check_folders(options: Namespace) -> None:
-    """FileNotFoundError: the checkpoint or an adapter is no such folder."""
     folders = [("checkpoint", options.checkpoint, "config.json")]
     folders += [(f"--adapter {name}", folder, "adapter_config.json") for name, folder in options.adapter]
     for what, text, file in folders:

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from punica.adapters import LoRARequest
 from punica.cluster.ray_cluster import RayCluster
-from punica.cluster.ray_runners import RankResources, Timeouts
+from punica.cluster.ray_runners import RunnerResources, Timeouts
 from punica.engine import Engine
 from punica.serve.app import Settings, make_app
 from punica.serve.process import EngineProcess
@@ -60,7 +60,7 @@ def _load(base: str, folder: str, adapters: Sequence[LoRARequest], sizes: dict[s
 
 def cluster_of(options: Namespace, settings: Settings) -> RayCluster:
     threads = max(1, (os.cpu_count() or 1) // options.ray)
-    each = RankResources(num_gpus=float(torch.cuda.is_available()), num_threads=threads)
+    each = RunnerResources(num_gpus=float(torch.cuda.is_available()), num_threads=threads)
     timeouts = Timeouts(**({} if options.step_timeout is None else {"step_s": options.step_timeout}))
     build = build_of(options, settings)
     return RayCluster(build, options.ray, resources=each, address=options.ray_address, timeouts=timeouts)

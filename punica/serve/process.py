@@ -18,15 +18,17 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from typing import cast
 
+from punica.cluster.runner import RunnerDescription
 from punica.engine import Engine
 from punica.processes import run_with_parent
 from punica.serve.backend import Backend, Metrics
-from punica.serve.stepper import REFUSALS, EngineFacts, EngineStepper, Message
+from punica.serve.stepper import REFUSALS, EngineStepper, Message
 from punica.threads import limit_threads
 
 _log = logging.getLogger(__name__)
@@ -34,7 +36,7 @@ _END_S = 5.0  # longest wait for the end of a process that has been told to end,
 _REASON_S = 0.5  # longest wait for the exit code after its connection has closed; there is nothing else to serve
 
 
-class EngineProcess(Backend):
+class EngineProcess(Backend, AbstractContextManager["EngineProcess"]):
     """Engine in a spawned process, which ends with this one, with its ``with`` block or by :meth:`close`.
 
     ``build`` makes the engine, in the process, which imports the calling script: call it below ``if __name__ ==
@@ -61,9 +63,6 @@ class EngineProcess(Backend):
             self.close()
             raise
 
-    def __enter__(self) -> "EngineProcess":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -84,14 +83,14 @@ class EngineProcess(Backend):
         self._end("the server is stopping")
         await asyncio.to_thread(self.close)
 
-    def _await_engine(self) -> EngineFacts:
+    def _await_engine(self) -> RunnerDescription:
         try:
             found = self._messages.recv()
         except (EOFError, OSError):
             raise RuntimeError(f"{self._how_it_ended()} before the engine was ready; see its output above") from None
-        if isinstance(found, EngineFacts):
-            return found
-        raise found
+        if isinstance(found, Exception):
+            raise found
+        return cast(RunnerDescription, found)
 
     def _receive(self) -> None:
         try:
@@ -126,9 +125,6 @@ def _send(orders: "SimpleQueue[bytes | None]", connection: Connection) -> None:
     with connection, suppress(OSError):  # the process has ended: noticed with the next message
         while (order := orders.get()) is not None:
             connection.send_bytes(order)
-
-
-# --- the engine's process ---------------------------------------------------------------------------------------------
 
 
 def run(orders: Connection, messages: Connection, build: Callable[[], Engine]) -> None:

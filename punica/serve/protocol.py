@@ -95,6 +95,10 @@ class GenerationBody(BaseModel):
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
 
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
 
 class CompletionBody(GenerationBody):
     """Body of ``/v1/completions``: one prompt or several, text or token ids."""
@@ -116,10 +120,6 @@ class CompletionBody(GenerationBody):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_tokens
 
 
 class TextPart(BaseModel):
@@ -171,8 +171,6 @@ class ChatBody(GenerationBody):
 
 
 AnyBody = CompletionBody | ChatBody
-
-# --- what the engine serves of them -----------------------------------------------------------------------------------
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,), "allowed_token_ids": (), "best_of": (), "use_beam_search": (False,),

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from operator import methodcaller
 from typing import cast
 
@@ -22,7 +23,7 @@ from punica.cluster.ray_runners import Lost
 from punica.engine import StepOutput
 from punica.serve.backend import Metrics, SteppingThread
 from punica.serve.errors import ApiError
-from punica.serve.stepper import EngineFacts, Stepper
+from punica.serve.stepper import Stepper
 
 _log = logging.getLogger(__name__)
 POLL_S = 0.01
@@ -77,9 +78,7 @@ class RunnersStepper(Stepper):
         self.idle_s, self._tended_s = TEND_S, time.monotonic()
         self.num_wanted = len(cluster.runners)
         each = cluster.description
-        self.facts = EngineFacts(
-            cluster.codec, cluster.defaults, cluster.max_model_len, self.num_wanted * each.max_batch_size, each.has_lora
-        )  # fmt: skip
+        self.facts = replace(each, max_batch_size=self.num_wanted * each.max_batch_size)
         self._num_evicted = cluster.num_evicted
         self.view = lambda _: {"num_running": sum(cluster.working_sets.values()), "num_waiting": cluster.num_queued}
         self._loaded: dict[int, LoRARequest] = {}  # by id: those in the cluster's store
@@ -88,7 +87,7 @@ class RunnersStepper(Stepper):
     def health(self) -> str:
         """``"failed"`` without any runner, ``"degraded"`` while some are missing."""
         num_ready = len(self.engine.working_sets)
-        if self._is_failing or not num_ready:
+        if self._step_errors or not num_ready:
             return "failed"
         return "ok" if num_ready >= self.num_wanted else "degraded"
 
@@ -122,7 +121,7 @@ class RunnersStepper(Stepper):
 
     def _has_work(self) -> bool:
         """Return True while requests or replies are awaited; a cluster whose step raised waits for `_tend`."""
-        return bool(self._unfinished) or (self.engine.is_busy and not self._is_failing)
+        return bool(self._unfinished) or (self.engine.is_busy and not self._step_errors)
 
     def _note_step(self, output: StepOutput) -> None:
         found, cluster = cast(ClusterOutput, output), self.engine
@@ -145,21 +144,16 @@ class RunnersThread(SteppingThread):
         """Keep the adapter's files for all runners, and have one check them, beside the thread that relays tokens.
         ApiError 503: no runner is ready, or it does not reply in time.
         """
-        files = await asyncio.to_thread(ray_runners.store_adapter, adapter)
+        files, tried = await asyncio.to_thread(ray_runners.store_adapter, adapter), set[str]()
         try:
             await self.order(RunnersStepper.keep, adapter, files)
-            await self._check(adapter)
+            while True:
+                runner, wait = await self.order(lambda stepper: stepper.engine.order_check(adapter, tried))
+                tried.add(runner)
+                with suppress(Lost):  # the next one checks; a step reports the loss
+                    return await asyncio.to_thread(wait)
         except BaseException as error:
             await self.order(RunnersStepper.remove_adapter, adapter.lora_int_id)
             if isinstance(error, RuntimeError):
                 raise ApiError(503, str(error), code="no_runner") from error
             raise
-
-    async def _check(self, adapter: LoRARequest) -> None:
-        """Have a runner check an adapter, the next one where it dies; errors of `RayCluster.order_check`."""
-        tried: set[str] = set()
-        while True:
-            runner, wait = await self.order(lambda stepper: stepper.engine.order_check(adapter, tried))
-            tried.add(runner)
-            with suppress(Lost):  # a step reports the loss
-                return await asyncio.to_thread(wait)

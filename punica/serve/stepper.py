@@ -11,32 +11,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple, cast
 
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest
+from punica.cluster.runner import RunnerDescription, described
 from punica.engine import Engine, GenerationResult, Request, RequestState, StepOutput
-from punica.engine.pretrained import GenerationDefaults
 from punica.engine.residency import FolderReaders
-from punica.engine.text import TextCodec
 from punica.serve.watch import Watch
 
 _log = logging.getLogger(__name__)
 REFUSALS = (ImportError, OSError, RuntimeError, TypeError, ValueError)
 """Errors of a checkpoint, its adapters, sizes or requests: told in one line. Others are logged with a traceback."""
-
-
-@dataclass(frozen=True)
-class EngineFacts:
-    """Sizes and settings of an engine, as far as the API needs them; ``num_places``: requests served at once."""
-
-    codec: TextCodec | None = field(repr=False)
-    defaults: GenerationDefaults
-    max_model_len: int
-    num_places: int
-    has_lora: bool
 
 
 class Outcome(NamedTuple):
@@ -121,7 +109,7 @@ class Stepper(ABC):
     patience: tuple[float, ...] = ()  # arguments of a step
     idle_s: float | None = None  # longest wait for an order at a time
     send: Callable[[Message], None]
-    facts: EngineFacts
+    facts: RunnerDescription
     view: Callable[[bool], dict[str, Any]]  # `Watch.view`; of several engines, their numbers of requests
 
     def __init__(self, engine: Any) -> None:
@@ -130,13 +118,12 @@ class Stepper(ABC):
         self._unfinished: dict[str, _Unfinished] = {}
         self._retired: set[int] = set()  # ids of adapters that are removed whenever no request uses them
         self._step_errors = 0  # in a row
-        self._is_failing = False
         self._pieces: list[tuple[int, Piece]] = []
         self._notes: list[methodcaller] = []
 
     @property
     def health(self) -> str:
-        return "failed" if self._is_failing else "ok"
+        return "failed" if self._step_errors else "ok"
 
     @abstractmethod
     def remove_adapter(self, adapter_id: int) -> None:
@@ -150,7 +137,6 @@ class Stepper(ABC):
         return bool(self._unfinished)
 
     def add(self, call: int, requests: Sequence[Request], streams: bool) -> None:
-        """Queue all requests of a call, or none; raises what ``Engine.add_request`` raises."""
         added: list[str] = []
         try:
             for index, request in enumerate(requests):
@@ -162,7 +148,6 @@ class Stepper(ABC):
             raise
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort those of the requests that have not ended."""
         for request_id in request_ids:
             request = self._unfinished.pop(request_id, None)
             if request is None:
@@ -174,7 +159,6 @@ class Stepper(ABC):
             self._notes.append(methodcaller("note_idle"))
 
     def retire(self, adapter_id: int) -> None:
-        """Remove an adapter as soon as no request uses it."""
         self._retired.add(adapter_id)
         self._remove_retired({adapter_id})
 
@@ -220,13 +204,11 @@ class Stepper(ABC):
             output = self.engine.step(*self.patience)
         except Exception as error:
             _log.exception("a step failed")
-            self._is_failing = True
             self._step_errors += 1
-            if self._step_errors == self.most_step_errors:
-                self._step_errors = 0
+            if self._step_errors % self.most_step_errors == 0:
                 self._give_up(f"the engine failed: {type(error).__name__}: {error}")
         else:
-            self._step_errors, self._is_failing = 0, False
+            self._step_errors = 0
             self._deliver(output)
         self._flush()
 
@@ -246,7 +228,6 @@ class Stepper(ABC):
         self._remove_retired(left)
 
     def _give_up(self, error: str) -> None:
-        """Abort every request; their calls get the error."""
         for request_id, request in [*self._unfinished.items()]:
             try:
                 self.abort([request_id])
@@ -276,9 +257,7 @@ class EngineStepper(Stepper):
         super().__init__(engine)
         self._manager = cast(LoRAModelManager, engine.manager)
         self._readers = FolderReaders(self._manager, digests=engine.config.prefix_cache)
-        self.view = Watch(engine).view
-        places, has_lora = engine.config.max_batch_size, engine.manager is not None
-        self.facts = EngineFacts(engine.codec, engine.defaults, engine.max_model_len, places, has_lora)
+        self.view, self.facts = Watch(engine).view, described(engine)
 
     def read(self, adapter: LoRARequest) -> "Future[LoRAModel]":
         """Begin to read and check all of an adapter, beside the steps."""

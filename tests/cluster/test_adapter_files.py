@@ -109,8 +109,8 @@ def test_a_runner_that_hangs_at_a_check_is_named(monkeypatch) -> None:
 
     errors = SimpleNamespace(GetTimeoutError=GetTimeoutError, RayError=RuntimeError)
     monkeypatch.setattr(ray_runners, "import_ray", lambda: SimpleNamespace(get=get, exceptions=errors))
-    runner = ray_runners.RunnerProcesses(new_runner, 1, ray_runners.RankResources())
-    runner.actors = [SimpleNamespace(check_adapter=SimpleNamespace(remote=lambda *_: object()))]
+    runner = ray_runners.RunnerProcess(new_runner, ray_runners.RunnerResources())
+    runner.actor = SimpleNamespace(check_adapter=SimpleNamespace(remote=lambda *_: object()))
     wait = runner.order_check(LoRARequest("poet", 1, "nowhere"), None)
     with pytest.raises(RuntimeError, match="'poet' was not checked: its runner has not replied within 30 s"):
         wait()

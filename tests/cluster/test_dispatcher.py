@@ -186,7 +186,7 @@ def with_slots(slots: int, admission: str = "fcfs") -> Engine:
     ("request_of", "error"),
     [
         pytest.param(lambda: Request("r", [256], 2), "contains token 256", id="vocabulary"),
-        pytest.param(lambda: Request("r", [1] * 60, 5), "has 65 tokens.* of the runners is 64", id="length"),
+        pytest.param(lambda: Request("r", [1] * 60, 5), "and 5 new ones, max_model_len is 64", id="length"),
         pytest.param(lambda: Request("r", [1], SamplingParams(2, stop=("a",))), "no tokenizer", id="stop"),
         pytest.param(lambda: Request("used", [1], 2), "is in use", id="name"),
     ],

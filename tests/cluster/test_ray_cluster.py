@@ -5,7 +5,6 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from punica.adapters import LoRARequest
 from punica.cluster import ray_runners
 from punica.cluster.ray_cluster import LostRunner, RayCluster
-from punica.cluster.ray_runners import RankPlace, RankResources, Timeouts, connect, device_environment, import_ray
+from punica.cluster.ray_runners import RunnerResources, Timeouts, connect, import_ray
 from punica.engine import Request
 from tests.cluster.runner_world import factory, requests, undisturbed, write_adapters
 
@@ -109,7 +108,7 @@ def test_a_killed_runner_loses_nothing_and_comes_back(ray_here, adapters) -> Non
 
         def kill() -> None:
             # a lambda travels by value: no runner can import this file
-            pid = cluster.runners["runner-0001"].actors[0].__ray_call__.remote(lambda actor: os.getpid())
+            pid = cluster.runners["runner-0001"].actor.__ray_call__.remote(lambda actor: os.getpid())
             os.kill(ray.get(pid), signal.SIGKILL)
 
         tokens, ended = serve(cluster, asked, at_token=60, then=kill, lost=(lost := []))
@@ -120,17 +119,6 @@ def test_a_killed_runner_loses_nothing_and_comes_back(ray_here, adapters) -> Non
         while len(cluster.working_sets) < 2:
             cluster.step()
         assert cluster.generate([[1, 2]] * 8, None, 4)[7].finish_reason == "length"
-
-
-@pytest.mark.slow
-def test_two_ranks_are_one_runner_and_die_together(ray_here, adapters) -> None:
-    asked = requests(adapters, 10, seed=7)
-    expected = undisturbed(asked)
-    with RayCluster(factory(), 1, tp_size=2) as cluster:
-        actors = cluster.runners["runner-0000"].actors
-        tokens, ended = serve(cluster, asked, at_token=30, then=lambda: ray.kill(actors[1]))
-        assert tokens == expected
-        assert ended == Counter(expected.keys())
 
 
 @pytest.mark.slow
@@ -176,7 +164,7 @@ def test_a_busy_cluster_is_waited_for_a_while_and_named(pair) -> None:
     said = rf"within 1 s for 2 CPUs \(1 of {total:g} are free\)"
     try:
         with pytest.raises(RuntimeError, match=rf"runner-0000 could not be started: no place in .* {said}"):
-            RayCluster(factory(), 1, resources=RankResources(num_cpus=2), timeouts=Timeouts(place_s=1))
+            RayCluster(factory(), 1, resources=RunnerResources(num_cpus=2), timeouts=Timeouts(place_s=1))
         said = rf"within 10 s for 1 CPUs \(0 of {total:g} are free\)"
         timeouts = Timeouts(place_s=10)  # a busy machine's Ray takes seconds to give one
         with RayCluster(factory(), 1, timeouts=timeouts) as cluster:
@@ -198,16 +186,6 @@ def serve_until_lost(cluster: RayCluster, lost: list[LostRunner]) -> LostRunner:
     while not lost:
         lost += cluster.step().lost
     return lost[0]
-
-
-def test_ranks_of_one_machine_see_each_others_gpus() -> None:
-    places = [RankPlace("a", "", 1, ("3",)), RankPlace("b", "", 1, ("0",)), RankPlace("a", "", 1, ("1",))]
-    assert device_environment(places, 2) == {
-        "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "3,1",
-    }  # fmt: skip
-    assert device_environment(places, 1)["CUDA_VISIBLE_DEVICES"] == "0"
-    without = [replace(place, gpus=()) for place in places]
-    assert device_environment(without, 0) == {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
 TOO_SLOW = "The current node timed out during startup."

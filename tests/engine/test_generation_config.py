@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig
 
+from punica.adapters.wrap import slots_need
 from punica.engine import Engine, EngineConfig
 from punica.engine import config as sizes
 from punica.engine.attention import KVCache, token_bytes
@@ -141,7 +142,7 @@ def test_bytes_are_those_that_are_allocated(backbone) -> None:
     manager = backbone.engine(max_batch_size=4).manager
     weights = [one for layer in manager.modules.values() for one in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
     assert EngineConfig(max_batch_size=4).full_slots == manager.lora_slots == 5
-    assert sum(one.nbytes for one in weights) / 5 == pytest.approx(2 * sizes.slot_bytes(model, 8, 4), rel=0.05)
+    assert sum(one.nbytes for one in weights) == pytest.approx(slots_need(model, manager.lora_config).nbytes, rel=0.05)
 
 
 def test_blocks_that_fit_beside_slots_and_graphs(backbone, monkeypatch) -> None:

@@ -88,6 +88,15 @@ def test_a_prefix_is_computed_once_for_each_adapter_and_salt(backbone, monkeypat
     assert hits == [missed, hit, missed, hit, missed, hit, missed, hit]
 
 
+@pytest.mark.parametrize("way", ["generate", "stream"])
+def test_calls_share_prefixes_with_those_of_an_equal_salt(backbone, way) -> None:
+    engine, hits = backbone.engine(prefix_cache=True, block_size=4), []
+    engine.on_step = lambda _, output: hits.append(output.statistics.num_hit_tokens)
+    for salt in ("", "a", "a", ""):
+        list(getattr(engine, way)([PREFIX[:21]], None, 1, cache_salt=salt))
+    assert hits == [0, 0, 20, 20]
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_turns_of_a_chat_take_what_was_generated(backbone, monkeypatch, ahead) -> None:
     monkeypatch.setattr(ModelRunner, "works_ahead", ahead)

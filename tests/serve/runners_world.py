@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,14 +22,13 @@ from tests.serve.world import World
 
 
 @dataclass(eq=False)
-class LocalProcesses:
+class LocalProcess:
     """Runner without a process of its own. ``dies``: at its next step. ``hangs``: in its next step, and in checks.
     ``starts``: whether a start succeeds, ``None`` for never an answer. ``lies``: its replies name a block more than it
     uses, until it is started again.
     """
 
     build: Callable[[], Engine]
-    tp_size: int
     resources: Any
     is_placed: bool = True
     dies: bool = False
@@ -40,10 +40,8 @@ class LocalProcesses:
     runner: Runner | None = None
     checked: list[str] = field(default_factory=list)
 
-    def start(self) -> list[Future[Any]]:
-        if self.starts is None:
-            return [Future()]
-        return [done(self._start)]
+    def start(self) -> Future[Any]:
+        return Future() if self.starts is None else done(self._start)
 
     def _start(self) -> Any:
         if not self.starts:
@@ -52,8 +50,8 @@ class LocalProcesses:
         self.runner = Runner(self.build, fetch=lambda content: content)
         return self.runner.describe()
 
-    def step(self, command: StepCommand) -> list[Future[Any]]:
-        return [Future()] if self.hangs else [done(lambda: self._step(command))]
+    def step(self, command: StepCommand) -> Future[Any]:
+        return Future() if self.hangs else done(lambda: self._step(command))
 
     def _step(self, command: StepCommand) -> Any:
         if self.dies or self.runner is None:
@@ -105,9 +103,9 @@ def use_local_runners(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `RayCluster` start its runners in this process."""
     monkeypatch.setattr(ray_runners, "connect", lambda *_: False)
     monkeypatch.setattr(ray_runners, "result_of", lambda future: future.result())
-    monkeypatch.setattr(ray_runners, "store", lambda files: files)
+    monkeypatch.setattr(ray_runners, "import_ray", lambda: SimpleNamespace(put=lambda files: files))
     monkeypatch.setattr(ray_cluster, "wait_for", wait_for)
-    monkeypatch.setattr(ray_cluster, "RunnerProcesses", LocalProcesses)
+    monkeypatch.setattr(ray_cluster, "RunnerProcess", LocalProcess)
 
 
 def build_of(world: World, count: int, **sizes: Any) -> partial[Engine]:

@@ -88,7 +88,7 @@ def test_64_calls_over_8_adapters_survive_a_killed_runner(running: Any, alone: A
         assert list(pool.map(lambda number: texts(url, number), range(CALLS))) == expected
         again = [pool.submit(texts, url, number) for number in range(CALLS)]
         wait_until(lambda: min(cluster.working_sets.values()) == 8)
-        victim = cluster.runners["runner-0001"].actors[0]
+        victim = cluster.runners["runner-0001"].actor
         os.kill(ray.get(victim.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
         assert [future.result() for future in again] == expected
     assert "punica_runner_losses_total 1.0" in get(url, "/metrics").text
@@ -107,7 +107,7 @@ def test_a_runner_that_hangs_in_a_step_is_replaced(running: Any, alone: Any, mon
     with ThreadPoolExecutor(12) as pool:
         calls = [pool.submit(texts, url, number) for number in range(12)]
         wait_until(lambda: cluster.working_sets["runner-0000"] > 0)
-        victim = cluster.runners["runner-0000"].actors[0]
+        victim = cluster.runners["runner-0000"].actor
         stopped = ray.get(victim.__ray_call__.remote(lambda self: os.getpid()))
         os.kill(stopped, signal.SIGSTOP)
         wait_until(lambda: health(url) == "degraded", 60)
