@@ -189,14 +189,15 @@ def compile_slot_write(case: dict[str, Any]) -> None:
     write_slot(pack_image([SlotMatrix(None, 0)], dtype), SlotTable([slots], [ranks]), 0)
 
 
-def compiled(target: int | str, cases: list[dict[str, Any]], script: Path = Path(__file__)) -> list[Record]:
-    """Records of a script like this one for these cases. Its cache is empty, so that ptxas tells its registers."""
+def compiled(target: int | str, cases: list[dict[str, Any]], script: str = "target_compiler") -> list[Record]:
+    """Records of a module like this one for these cases. Its cache is empty, so that ptxas tells its registers."""
     with TemporaryDirectory() as folder:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        paths = os.pathsep.join(map(str, (Path(__file__).parents[3], Path(__file__).parent)))
+        here = Path(__file__).parent
+        paths = os.pathsep.join(map(str, (here.parents[2], here, here / "backbone")))
         environment |= {"TRITON_CACHE_DIR": folder, "PYTHONPATH": paths}
         found = subprocess.run(
-            [sys.executable, str(script), str(target)],
+            [sys.executable, "-m", script, str(target)],
             input=json.dumps(cases), capture_output=True, text=True, check=False, env=environment,
         )  # fmt: skip
     assert found.returncode == 0, found.stderr[-4000:]

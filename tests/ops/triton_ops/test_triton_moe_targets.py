@@ -1,11 +1,10 @@
 """The MoE kernels compile for an H200 without one, fit its shared memory, and spill no registers."""
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
-import target_compiler
+from target_compiler import compiled
 
 CASE = {
     "layer": "qwen3", "tokens": 8, "rank": 16, "dtype": "bfloat16", "down": False, "naive": False,
@@ -45,11 +44,6 @@ OTHERS = [
 ]
 
 
-def compiled(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Records of `moe_target_compiler` for these cases, of compute capability 9.0."""
-    return target_compiler.compiled(90, cases, Path(__file__).with_name("moe_target_compiler.py"))
-
-
 def check(records: list[dict[str, Any]]) -> None:
     assert {record["target"] for record in records} == {90}
     assert max(record["shared"] for record in records) <= 227 << 10
@@ -57,14 +51,14 @@ def check(records: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_every_form_compiles_and_fits():
-    records = compiled([*OTHERS, CASE | {"naive": True}])
+    records = compiled(90, [*OTHERS, CASE | {"naive": True}], "moe_target_compiler")
     check(records)
     assert [record["waits"] for record in records[-2:]] == [True, True]
 
 
 @pytest.mark.slow
 def test_usual_calls_spill_nothing_and_overlap():
-    records = compiled(USUAL)
+    records = compiled(90, USUAL, "moe_target_compiler")
     check(records)
     assert not [(record["spilled"], record["case"]) for record in records if record["spilled"]]
     assert sum(record["waits"] for record in records) == 2 * len(USUAL)  # shrink and expand of each

@@ -1,12 +1,10 @@
 """The backbone's kernels compile for GPUs that are not there, fit their shared memory, start early where they can."""
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
-import target_compiler
-from target_compiler import SHARED_KIB
+from target_compiler import SHARED_KIB, compiled
 
 USUAL = [
     {"layer": layer, "dtype": dtype, "splits": splits}
@@ -27,11 +25,6 @@ OTHERS = [
 ]  # fmt: skip
 
 
-def compiled(capability: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Records of `backbone_target_compiler` for these cases."""
-    return target_compiler.compiled(capability, cases, Path(__file__).with_name("backbone_target_compiler.py"))
-
-
 def check(capability: int, cases: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
     for case in cases:
         launches = 13 + (case["splits"] > 1)  # and a kernel that adds the splits
@@ -50,7 +43,7 @@ def check(capability: int, cases: list[dict[str, Any]], records: list[dict[str, 
 @pytest.mark.parametrize("capability", SHARED_KIB)
 def test_a_decode_step_compiles_for_every_gpu(capability: int) -> None:
     cases = [{"layer": "llama2-7b", "dtype": "float16", "splits": 8, "fp8": fp8} for fp8 in (False, True)]
-    records = compiled(capability, cases)
+    records = compiled(capability, cases, "backbone_target_compiler")
     check(capability, cases, records)
     # attention of prompts, and all over FP8, may spill some registers where they were never timed
     assert not [one["form"] for one in records[:12] if one["spilled"] and one["form"] != "prompt attention"]
@@ -62,6 +55,6 @@ def test_a_decode_step_compiles_for_every_gpu(capability: int) -> None:
 
 @pytest.mark.slow
 def test_every_form_compiles_and_usual_ones_spill_nothing() -> None:
-    records = compiled(90, USUAL + OTHERS)
+    records = compiled(90, USUAL + OTHERS, "backbone_target_compiler")
     check(90, USUAL + OTHERS, records)
     assert not [record for record in records if record["spilled"] and record["case"] in USUAL]

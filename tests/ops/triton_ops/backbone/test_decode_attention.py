@@ -30,37 +30,38 @@ class Case:
         return f"H{self.heads}of{self.kv_heads}xD{self.size} n{lengths} s{self.splits} {kind} p{self.page}"
 
 
+def in_pages(
+    lengths: tuple[int, ...], heads: int, size: int, page: int, dtype: torch.dtype, width: int | None = None
+) -> tuple[Any, ...]:
+    """Keys and values in blocks that lie in random order, the blocks of each request, and its keys and values by
+    themselves; what no request owns, and the rest of the last blocks, is NaN.
+    """
+    counts = [-(-length // page) for length in lengths]
+    order = torch.randperm(sum(counts) + 3)
+    caches = [torch.full((len(order) * page, heads, size), torch.nan).to(dtype) for _ in "kv"]
+    table = torch.full((len(counts), width or max(*counts, 1) + 1), 2**31 - 1, dtype=torch.int32)
+    pairs = []
+    for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        table[i, :count], order = order[:count], order[count:]
+        rows = (table[i, :count, None] * page + torch.arange(page)).flatten()[:length]
+        pairs.append([torch.randn(length, heads, size).to(dtype) for _ in "kv"])
+        for cache, new in zip(caches, pairs[-1], strict=True):
+            bits = torch.uint8 if dtype.itemsize == 1 else dtype  # values of one byte have no indexed write
+            cache.view(bits)[rows] = new.view(bits)
+    return *caches, table, pairs
+
+
 class World:
-    """A cache whose blocks lie in random order; what no request owns, and the rest of the last blocks, is NaN."""
+    """Queries of a case, as a projection gives them: rows are apart; and its cache."""
 
     def __init__(self, case: Case, device: str, width: int | None = None) -> None:
-        self.case = case
-        counts = [-(-length // case.page) for length in case.lengths]
-        width = width or max(*counts, 1) + 1
-        blocks = sum(counts) + 3
-        order = torch.randperm(blocks).tolist()
-        shape = (blocks * case.page, case.kv_heads, case.size)
-        keys, values = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
-        table = torch.full((len(counts), width), 2**31 - 1, dtype=torch.int32)
-        self.contexts = []
-        for i, (length, count) in enumerate(zip(case.lengths, counts, strict=True)):
-            own = [order.pop() for _ in range(count)]
-            table[i, :count] = torch.tensor(own, dtype=torch.int32)
-            rows = torch.tensor([own[t // case.page] * case.page + t % case.page for t in range(length)]).long()
-            pair = [self._stored(torch.randn(length, *shape[1:])) for _ in range(2)]
-            keys[rows], values[rows] = pair[0].float(), pair[1].float()
-            self.contexts.append(pair)
-        qkv = torch.randn(len(counts), case.heads + 2 * case.kv_heads, case.size).to(device, case.dtype)
-        self.q = qkv[:, : case.heads]  # as a projection gives it: rows are apart
-        cached = torch.float8_e4m3fn if case.fp8 else case.dtype
-        self.keys, self.values = keys.to(device, cached), values.to(device, cached)
-        self.table = table.to(device)
+        self.case, cached = case, torch.float8_e4m3fn if case.fp8 else case.dtype
+        *parts, self.contexts = in_pages(case.lengths, case.kv_heads, case.size, case.page, cached, width)
+        self.keys, self.values, self.table = (part.to(device) for part in parts)
+        qkv = torch.randn(len(case.lengths), case.heads + 2 * case.kv_heads, case.size)
+        self.q = qkv.to(device, case.dtype)[:, : case.heads]
         self.lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-        self.order = torch.randperm(len(counts)).to(device, torch.int32)
-
-    def _stored(self, heads: torch.Tensor) -> torch.Tensor:
-        """What the cache holds of them."""
-        return heads.to(torch.float8_e4m3fn).to(self.case.dtype) if self.case.fp8 else heads.to(self.case.dtype)
+        self.order = torch.randperm(len(case.lengths)).to(device, torch.int32)
 
     def run(self, splits: int | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.full_like(self.q, torch.nan, memory_format=torch.contiguous_format) if out is None else out

@@ -24,9 +24,11 @@ def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def rows_apart(tokens: int, width: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_apart(
+    tokens: int, width: int, dtype: torch.dtype, device: str, gap: int = 8
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Random ``[tokens, width]`` with NaN between its rows, and all of that."""
-    whole = torch.full((tokens, width + 8), torch.nan, dtype=dtype, device=device)
+    whole = torch.full((tokens, width + gap), torch.nan, dtype=dtype, device=device)
     whole[:, :width] = torch.randn(tokens, width)
     return whole[:, :width], whole
 

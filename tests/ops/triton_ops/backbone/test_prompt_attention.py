@@ -1,12 +1,11 @@
 """Attention of prompts equals causal SDPA of each prompt alone, wherever its rows are."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_decode_attention import TOLERANCE
+from test_decode_attention import TOLERANCE, in_pages
 
 from punica.ops.triton_ops.backbone import Cached, prompt_attention
 
@@ -109,13 +108,6 @@ def test_no_rows_and_no_prompts(device: str) -> None:
     assert bool((case.run(case.packed(device), torch.zeros(1, dtype=torch.int32, device=device)) == 7.0).all())
 
 
-def _wrong(**changed: Any) -> dict[str, torch.Tensor]:
-    packed = torch.randn(4, 6, 64)
-    q, k, v = packed.split(2, dim=1)
-    starts = torch.tensor([0, 4], dtype=torch.int32)
-    return {"out": torch.empty(4, 2, 64), "q": q, "k": k, "v": v, "starts": starts} | changed
-
-
 @pytest.mark.parametrize(
     ("changed", "error", "words"),
     [
@@ -126,19 +118,15 @@ def _wrong(**changed: Any) -> dict[str, torch.Tensor]:
         ({"q": torch.randn(4, 64, 2).mT}, ValueError, "side by side"),
         ({"starts": torch.tensor([0, 4])}, TypeError, "starts must be torch.int32"),
         ({"starts": torch.empty(0, dtype=torch.int32)}, ValueError, r"starts must be \[N"),
+        ({"q": torch.randn(4, 3, 64), "out": torch.empty(4, 3, 64)}, ValueError, "multiple"),
+        (dict.fromkeys("kv", torch.randn(4, 0, 64)), ValueError, "multiple"),
     ],
 )  # fmt: skip
 def test_illegal_operands(changed: dict, error: type[Exception], words: str) -> None:
+    q, k, v = torch.randn(4, 6, 64).split(2, dim=1)
+    given = {"out": torch.empty(4, 2, 64), "q": q, "k": k, "v": v, "starts": torch.tensor([0, 4], dtype=torch.int32)}
     with pytest.raises(error, match=words):
-        prompt_attention(**_wrong(**changed))
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 2), (2, 0)])
-def test_heads_that_do_not_divide(heads: int, kv_heads: int) -> None:
-    packed = torch.randn(4, heads + 2 * kv_heads, 64)
-    q, k, v = packed.split((heads, kv_heads, kv_heads), dim=1)
-    with pytest.raises(ValueError, match="multiple"):
-        prompt_attention(torch.empty(4, heads, 64), q, k, v, torch.tensor([0, 4], dtype=torch.int32))
+        prompt_attention(**given | changed)
 
 
 @dataclass(frozen=True)
@@ -150,23 +138,11 @@ class OverCache(Case):
     fp8: bool = False
 
     def cache(self, device: str) -> tuple[Cached, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Keys and values in blocks, NaN where nothing may be read, and those of each prompt as it may read them."""
-        width = max(1, *(-(-tokens // self.page) for tokens in self.before))
-        blocks = torch.randperm(width * len(self.before) + 3)
+        """Keys and values in blocks, and those of each prompt as it may read them."""
         dtype = torch.float8_e4m3fn if self.fp8 else self.dtype
-        stored = [torch.full((len(blocks) * self.page, self.kv_heads, self.size), torch.nan).to(dtype) for _ in "kv"]
-        table = torch.full((len(self.before), width), 2**30, dtype=torch.int32)
-        pairs = []
-        for i, tokens in enumerate(self.before):
-            own = blocks[i * width :][: -(-tokens // self.page)]
-            table[i, : len(own)] = own
-            rows = (own[:, None] * self.page + torch.arange(self.page)).flatten()[:tokens]
-            pair = tuple(torch.randn(tokens, self.kv_heads, self.size).to(dtype) for _ in "kv")
-            for one, new in zip(stored, pair, strict=True):
-                one.view(torch.uint8 if self.fp8 else dtype)[rows] = new.view(torch.uint8 if self.fp8 else dtype)
-            pairs.append(pair)
+        *parts, pairs = in_pages(self.before, self.kv_heads, self.size, self.page, dtype)
         lengths = torch.tensor(self.before, dtype=torch.int32, device=device)
-        return Cached(*(one.to(device) for one in stored), table.to(device), lengths, self.page), pairs
+        return Cached(*(part.to(device) for part in parts), lengths, self.page), pairs
 
 
 @pytest.mark.parametrize("splits", [1, 4])

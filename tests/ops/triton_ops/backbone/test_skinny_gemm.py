@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_layer_kernels import DTYPES, TOLERANCE, rows_apart
 
 from punica.capture import capture
 from punica.ops.quant import E4M3, dequantize, quantize_per_channel
 from punica.ops.triton_ops.backbone import dequantise, skinny_gemm
 from punica.ops.triton_ops.backbone.skinny_gemm import GemmForm, RowsForm, TilesForm, choose_form, run_form
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 STORED = pytest.mark.parametrize(("dtype", "fp8"), list(itertools.product(DTYPES, (False, True))), ids=str)
 TOKENS = (1, 2, 3, 8, 16, 17, 32, 33, 64)
 
@@ -23,12 +22,12 @@ class Case:
     def __init__(
         self, tokens: int, n: int, k: int, dtype: torch.dtype, device: str, gap: int = 8, fp8: bool = False
     ) -> None:
-        self.x, _ = self._rows(tokens, k, gap, dtype, device)
-        self.weight, whole = self._rows(n, k, gap, dtype, device)
+        self.x, _ = rows_apart(tokens, k, dtype, device, gap)
+        self.weight, whole = rows_apart(n, k, dtype, device, gap)
         self.weight /= k**0.5
         self.scale: torch.Tensor | None = None
         self.bias = torch.randn(n).to(device, dtype)
-        self.out, self.whole = self._rows(tokens, n, gap, dtype, device)
+        self.out, self.whole = rows_apart(tokens, n, dtype, device, gap)
         real = self.weight.double()
         if fp8:
             self.scale = quantize_per_channel(self.weight)[1] * torch.logspace(-1, 1, n, device=device)
@@ -36,12 +35,6 @@ class Case:
             self.weight = stored[:, :k]
             real = dequantize(self.weight, self.scale).double()
         self.product = self.x.double() @ real.t()
-
-    @staticmethod
-    def _rows(rows: int, width: int, gap: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = torch.full((rows, width + gap), torch.nan, dtype=dtype, device=device)
-        whole[:, :width] = torch.randn(rows, width)
-        return whole[:, :width], whole
 
     def check(self, with_bias: bool) -> None:
         expected, tolerance = self.product + self.bias.double() * with_bias, TOLERANCE[self.out.dtype]
