@@ -30,20 +30,6 @@ def test_an_entry_without_room_changes_nothing():
     assert order(cache) == "bcd"
 
 
-def test_the_order_is_that_of_use():
-    cache = filled("a", "b", "c")
-    uses = cache.uses
-    assert (cache.peek("a"), order(cache), cache.uses) == (0, "abc", uses)
-    assert (cache.get("a"), order(cache)) == (0, "bca")
-    cache.touch("b")
-    cache.put("c", 5)
-    assert order(cache) == "abc"
-    cache.pin("a")
-    assert cache.remove_oldest() == ("b", 1)
-    assert (cache.pinned, cache.unpin("a"), cache.remove_oldest()) == ({"a"}, True, ("a", 0))
-    assert cache.uses > uses
-
-
 def test_callback_sees_every_entry_that_left():
     left: list[tuple[str, int, bool]] = []
     cache: LRUCache[str, int] = LRUCache(2, lambda key, value: left.append((key, value, key in cache)))

@@ -1,4 +1,4 @@
-"""The PEFT library as the oracle: eight of its adapters, its own mixed batch, its merged models."""
+"""The PEFT library as the oracle: eight of its adapters, its own mixed batch, its merged models; refused folders."""
 
 import copy
 import json
@@ -10,11 +10,13 @@ import peft
 import pytest
 import torch
 import transformers
+from adapter_world import full_manager, unchanged
 from managed_world import VOCAB, Ours
 from peft_world import ADAPTERS, SEVEN, hugging_face_model, lora_config, peft_model, reference_logits, round_to_bfloat16
 from safetensors.torch import load_file
+from torch import nn
 
-from punica.adapters import LoRAModel, PEFTHelper, random_adapter, write_random_adapter
+from punica.adapters import LoRAModel, LoRARequest, PEFTHelper, random_adapter, write_random_adapter
 
 pytestmark = [  # said by PEFT and Transformers
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
@@ -154,3 +156,53 @@ def test_bad_random_adapters_write_nothing(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         write_random_adapter(tmp_path / "a", llama_config(), **{"rank": 4, "seed": 0, **changes})
     assert not (tmp_path / "a").exists()
+
+
+# --- folders that are refused --------------------------------------------------------------------------------------
+
+
+def transposed() -> nn.Module:
+    """GPT-2 stores its matrices as `[in, out]`, for which PEFT sets `fan_in_fan_out`."""
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=VOCAB, n_positions=16)
+    )
+
+
+def biased() -> nn.Module:
+    return hugging_face_model(attention_bias=True)
+
+
+IA3 = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
+REFUSED: dict[str, tuple[Any, peft.PeftConfig, str]] = {
+    "bias all": (biased, lora_config(bias="all"), r"\.bias'.* is a bias, trained with bias='all'"),
+    "new tokens": (hugging_face_model, lora_config(trainable_token_indices=[1, 2]), r"indices is set \(\[1, 2\]\)"),
+    "transposed": (transposed, lora_config(target_modules=["c_attn"], fan_in_fan_out=True), r"c_attn.*expected names"),
+    "IA3": (hugging_face_model, IA3, "peft_type is 'IA3', only 'LORA'"),
+    "many things": (
+        hugging_face_model, lora_config(r=10, use_dora=True, modules_to_save=["lm_head"]),
+        r"use_dora.*modules_to_save.*rank 10 exceeds max_lora_rank 8",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*REFUSED, "whole embeddings"])
+@pytest.mark.filterwarnings("ignore:.*lora_bias=True.*|.*have invalid shape.*:UserWarning")
+def test_a_folder_of_peft_is_refused(make_manager, tenants, tmp_path, case):
+    """After a change of the vocabulary PEFT saves whole embeddings as they are, not as LoRA."""
+    manager, whole = full_manager(make_manager, tenants), r"'base_model\.model\.\S*(embed_tokens|lm_head)\.weight'"
+    base, config, message = REFUSED.get(case, (hugging_face_model, lora_config(), f"unsupported LoRA weight {whole}"))
+    model, folder = peft_model(base(), {"default": copy.deepcopy(config)}), tmp_path / "stranger"
+    if case == "whole embeddings":
+        model.resize_token_embeddings(VOCAB + 3)
+    model.save_pretrained(folder, save_embedding_layers=case == "whole embeddings")
+    assert (folder / "adapter_model.safetensors").is_file()
+    with unchanged(manager), pytest.raises(ValueError, match=message) as caught:
+        manager.add_adapter(LoRARequest("stranger", 3, str(folder)))
+    assert str(caught.value).startswith(f"cannot load adapter 'stranger' from {str(folder)!r}")
+
+
+def test_an_initialisation_that_changed_the_base_model_is_served_with_a_warning(tmp_path):
+    library = save(tmp_path, hugging_face_model(), {"pissa": {"init_lora_weights": "pissa"}})
+    ours = library.ours()
+    with pytest.warns(UserWarning, match="init_lora_weights='pissa' may have altered the base model"):
+        assert ours.manager.add_adapter(ours.requests["pissa"])

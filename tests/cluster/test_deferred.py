@@ -77,35 +77,6 @@ def test_the_batch_goes_on_and_the_scheduler_counts_right(adapters, monkeypatch)
     assert gpu.used_pages == 0
 
 
-@pytest.mark.parametrize("when", ["between steps", "in a step"])
-def test_who_waits_can_be_aborted(adapters, monkeypatch, when) -> None:
-    slow = SlowWorld(adapters, monkeypatch)
-    slow.step()
-    dispatcher, runner = slow.world.dispatcher, slow.world.runners[NAME]
-    if when == "in a step":
-        command = dispatcher.begin(NAME)
-        dispatcher.abort("second")
-        dispatcher.end(NAME, runner.step(command))
-    else:
-        dispatcher.abort("second")
-    again = dispatcher.add(slow.asked[1])  # its name is free
-    slow.disk.set()
-    assert run(slow.world) == {}
-    assert slow.second.output_token_ids == []
-    assert slow.first.output_token_ids == slow.expected["first"]
-    assert again.output_token_ids == slow.expected["second"]
-
-
-def test_who_waits_goes_on_elsewhere_when_the_runner_dies(adapters, monkeypatch) -> None:
-    slow = SlowWorld(adapters, monkeypatch)
-    slow.step()
-    slow.disk.set()
-    assert slow.world.dispatcher.died(NAME, "pulled out") == ()
-    slow.world.replace(NAME, beside=True)
-    assert run(slow.world) == {}
-    assert [state.output_token_ids for state in (slow.first, slow.second)] == list(slow.expected.values())[:2]
-
-
 def test_an_adapter_that_breaks_while_it_is_read_fails_its_own_request(adapters, monkeypatch) -> None:
     slow = SlowWorld(adapters, monkeypatch)
 
@@ -145,38 +116,6 @@ def test_one_prompt_joins_with_every_step(adapters, works_ahead) -> None:
         assert queue.num_tokens()[1:] == [*range(joined + 1, 0, -1), *[0] * (2 - joined)]
     assert run(queue.world) == {}
     assert {name: state.output_token_ids for name, state in queue.states.items()} == queue.expected
-
-
-@pytest.mark.parametrize("when", ["between steps", "in a step"])
-@pytest.mark.parametrize("aborted", [["request-2"], ["request-1"], ["request-1", "request-2"]])
-def test_prompts_that_wait_in_line_can_be_aborted(adapters, when, aborted) -> None:
-    queue = Queue(adapters)
-    queue.step()
-    dispatcher, command = queue.world.dispatcher, None
-    if when == "in a step":
-        command = dispatcher.begin(NAME)
-    for name in aborted:
-        dispatcher.abort(name)
-    if command is not None:
-        dispatcher.end(NAME, queue.world.runners[NAME].step(command))
-    assert run(queue.world) == {}
-    for name, state in queue.states.items():
-        assert state.output_token_ids == (
-            queue.expected[name][: state.num_generated] if name in aborted else queue.expected[name]
-        )
-        assert (state.finish_reason == "aborted") == (name in aborted)
-    assert queue.world.dispatcher.policy.gpus[NAME].used_pages == 0
-
-
-def test_a_prompt_with_a_bad_adapter_in_line_fails_alone(adapters, tmp_path) -> None:
-    queue = Queue(adapters)
-    lost = Request("lost", [1, 2], 4, LoRARequest("lost", 9, str(tmp_path / "nowhere")))
-    last = Request("last", [1, 2], 4)
-    queue.world.dispatcher.abort("request-2")
-    for request in (lost, last):
-        queue.states[request.request_id] = queue.world.dispatcher.add(request)
-    assert run(queue.world).keys() == {"lost"}
-    assert queue.states["last"].output_token_ids == undisturbed([last])["last"]
 
 
 def test_a_token_before_its_turn_is_a_contradiction(adapters, works_ahead) -> None:

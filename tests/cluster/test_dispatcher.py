@@ -1,13 +1,14 @@
 """Requests through dispatcher and runners in one process: tokens as of an undisturbed engine, under any disturbance."""
 
 import random
+import time
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 import experiments.simulator  # noqa: F401  # rules of other systems
-from punica.adapters import LoRARequest
+from punica.adapters import LoRAModelManager, LoRARequest
 from punica.cluster.dispatcher import Dispatcher
 from punica.cluster.runner import Runner, StepCommand
 from punica.engine import Engine, Request, SamplingParams
@@ -27,9 +28,23 @@ class Disturbed:
         self.random, self.engine = random.Random(seed), engine
         self.world = LocalRunners.of(3, **engine)
         self.in_flight: dict[str, StepCommand] = {}
+        self.unfinished: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ended: Counter[str] = Counter()
         self.evictions = self.crashes = 0
+
+    def add(self, request: Request) -> None:
+        self.world.dispatcher.add(request)
+        self.unfinished[request.request_id] = request
+        self.tokens[request.request_id] = []
+
+    def abort(self) -> None:
+        """Take a request back, in a step perhaps, and ask for it again: its name is free."""
+        if self.unfinished:
+            request = self.random.choice(list(self.unfinished.values()))
+            state = self.world.dispatcher.abort(request.request_id)
+            assert (state.finish_reason, state.output_token_ids) == ("aborted", self.tokens[request.request_id])
+            self.add(request)
 
     def begin_all(self) -> None:
         dispatcher = self.world.dispatcher
@@ -45,9 +60,11 @@ class Disturbed:
         uuid = self.random.choice(sorted(self.in_flight))
         ended = self.world.dispatcher.end(uuid, self.world.runners[uuid].step(self.in_flight.pop(uuid)))
         for name, token in ended.tokens.items():
-            self.tokens.setdefault(name, []).append(token)
+            self.tokens[name].append(token)
         assert not ended.failed
-        self.ended.update(state.request_id for state in ended.finished)
+        for state in ended.finished:
+            del self.unfinished[state.request_id]
+            self.ended[state.request_id] += 1
 
     def crash(self) -> None:
         """Crash a runner whose step may have run: its reply is lost either way. Another runner joins."""
@@ -64,18 +81,23 @@ class Disturbed:
     ("works_ahead", "beside", "seed"),
     [(False, False, 0), (True, True, 0), *(pytest.param(a, not a, 1, marks=pytest.mark.slow) for a in (False, True))],
 )
-def test_tokens_come_once_and_as_undisturbed_whoever_crashes_or_is_evicted(
+def test_tokens_come_once_and_as_undisturbed_whatever_crashes_is_evicted_or_aborted(
     adapters, monkeypatch, seed, beside, works_ahead
 ) -> None:
+    """An aborted request is asked for again under its name, where it has a seed."""
     monkeypatch.setattr(ModelRunner, "works_ahead", works_ahead)
-    asked = requests(adapters, 24, seed)
+    read = LoRAModelManager.read_adapter
+    monkeypatch.setattr(LoRAModelManager, "read_adapter", lambda *given: time.sleep(0.02) or read(*given))
+    asked = requests(adapters, 24, seed, seeded=beside)
     expected = undisturbed(asked)
     disturbed = Disturbed(seed, num_blocks=19, beside=beside)
     todo = list(asked)
     while todo or disturbed.world.dispatcher.num_unfinished:
         if todo and disturbed.random.random() < 0.4:
-            disturbed.world.dispatcher.add(todo.pop(0))
+            disturbed.add(todo.pop(0))
         disturbed.begin_all()
+        if beside and disturbed.random.random() < 0.1:
+            disturbed.abort()
         if disturbed.in_flight:
             disturbed.end_one()
         if disturbed.crashes < 2 and disturbed.random.random() < 0.03:
@@ -84,31 +106,12 @@ def test_tokens_come_once_and_as_undisturbed_whoever_crashes_or_is_evicted(
     assert disturbed.ended == Counter(expected.keys())
     assert disturbed.evictions > 0 or beside  # who joins when, and so whether blocks run out, is up to a thread there
     assert disturbed.crashes == 2
+    assert not any(gpu.used_pages for gpu in disturbed.world.dispatcher.policy.gpus.values())
 
 
-def test_aborts_free_their_place_and_leave_the_others_alone(adapters) -> None:
-    asked = requests(adapters, 12, seed=4, longest=16, seeded=True)
-    expected = undisturbed(asked)
-    world = LocalRunners.of(2)
-    states = {request.request_id: world.dispatcher.add(request) for request in asked}
-    uuid = max(world.dispatcher.startable)
-    command = world.dispatcher.begin(uuid)
-    inside = command.joins.request.request_id.partition("#")[0]
-    aborted = {inside, asked[-1].request_id}  # one in a step, one that waits
-    for name in aborted:
-        assert world.dispatcher.abort(name).finish_reason == "aborted"
-    again = world.dispatcher.add(next(request for request in asked if request.request_id == inside))  # its name is free
-    world.dispatcher.end(uuid, world.runners[uuid].step(command))
-    assert run(world) == {}
-    assert states[inside].output_token_ids == []
-    assert again.output_token_ids == expected[inside]
-    for name in expected.keys() - aborted:
-        assert states[name].output_token_ids == expected[name]
-    with pytest.raises(ValueError, match="no unfinished request 'request-0'"):
-        world.dispatcher.abort("request-0")
-
-
-def test_an_adapter_that_cannot_be_loaded_fails_its_own_request(adapters, tmp_path) -> None:
+@pytest.mark.parametrize("works_ahead", [False, True], ids=["in turn", "ahead"])
+def test_an_adapter_that_cannot_be_loaded_fails_its_own_request(adapters, tmp_path, monkeypatch, works_ahead) -> None:
+    monkeypatch.setattr(ModelRunner, "works_ahead", works_ahead)
     asked = requests(adapters, 6, seeded=True)
     expected = undisturbed(asked)
     damaged = tmp_path / "damaged"
@@ -271,6 +274,8 @@ def test_the_last_request_of_a_runner_leaves_with_the_next_step(adapters, in_fli
     assert not engine.has_unfinished()
     assert not world.dispatcher.startable
     assert world.dispatcher.begin(uuid) is None
+    with pytest.raises(ValueError, match="no unfinished request 'a'"):
+        world.dispatcher.abort("a")
 
 
 def test_requests_that_come_during_an_empty_step_are_served_by_the_next(adapters) -> None:

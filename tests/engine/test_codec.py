@@ -17,6 +17,7 @@ from tests.world import (
 )
 
 TEXT = "Größe: 3 € — 数 👍!\nend"
+HALF = byte_tokenizer().encode("€", add_special_tokens=False)[0]  # of a character
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +62,6 @@ def test_text_grows_by_whole_characters_and_is_the_decoded_text(codec) -> None:
     cut = ids_of(codec, "a€")[:-1]
     assert grow(codec, cut)[0] == codec.decode(cut) == "a�", "cut characters appear at the end"
     assert "".join(grow(codec, cut)[1][:-1]) == "a"
-
-
-@pytest.mark.parametrize(
-    ("stop", "left"),
-    [(["3 €"], "Größe: "), (["zzz", "👍", "数"], "Größe: 3 € — "), (["G"], ""), (["ö", "rö"], "G"), (["END"], TEXT)],
-    ids=["in the middle", "first of several", "at once", "overlapping", "never"],
-)
-def test_stop_strings_end_the_text_before_them(codec, stop, left) -> None:
-    assert grow(codec, ids_of(codec, TEXT), stop)[0] == left
 
 
 def test_what_may_begin_a_stop_string_is_held_back(codec) -> None:
@@ -124,23 +116,24 @@ def test_text_of_random_tokens_is_what_grows(make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "text", "count"),
+    ("tokens", "stop", "text", "count"),
     [
-        (("</s>",), "ab", 3), (("b</s>",), "a", 3), (("</s>c",), "ab", 4), (("b</s>c",), "a", 4),
-        (("xx", "</s>"), "ab", 3), (("bc",), "a", 4), (("</s",), "abcd", 5), (("d", "</s></s>"), "abc", 5),
+        ([TEXT], ["3 €"], "Größe: ", None), ([TEXT], ["zzz", "👍", "数"], "Größe: 3 € — ", None),
+        ([TEXT], ["G"], "", 1), ([TEXT], ["ö", "rö"], "G", None), ([TEXT], ["END"], TEXT, None),
+        (["ab", END, "cd"], ["</s>"], "ab", 3), (["ab", END, "cd"], ["b</s>"], "a", 3),
+        (["ab", END, "cd"], ["</s>c"], "ab", 4), (["ab", END, "cd"], ["b</s>c"], "a", 4),
+        (["ab", END, "cd"], ["xx", "</s>"], "ab", 3), (["ab", END, "cd"], ["bc"], "a", 4),
+        (["ab", END, "cd"], ["</s"], "abcd", 5), (["ab", END, "cd"], ["d", "</s></s>"], "abc", 5),
+        (["é€", END, "x"], ["€</s>"], "é", 6), (["é", HALF, END], ["</s>"], "é\ufffd", 4),
     ],
     ids=str,
 )  # fmt: skip
-def test_stop_strings_match_special_tokens(codec, stop, text, count) -> None:
+def test_stop_strings_end_the_text_before_them(codec, tokens, stop, text, count) -> None:
     """Text leaves special tokens out; a string without one matches the text that is shown."""
-    found, chunks, taken = grow(codec, [*ids_of(codec, "ab"), END, *ids_of(codec, "cd")], stop)
-    assert ("".join(chunks), found, taken) == (text, text, count)
-
-
-def test_special_stop_strings_with_characters_of_several_tokens(codec) -> None:
-    tokens = [*ids_of(codec, "é€"), END, *ids_of(codec, "x")]
-    assert grow(codec, tokens, ("€</s>",))[0] == "é"
-    assert grow(codec, [*tokens[:4], END], ("</s>",))[0] == "é\ufffd"
+    ids = [one for each in tokens for one in ([each] if isinstance(each, int) else ids_of(codec, each))]
+    found, chunks, taken = grow(codec, ids, stop)
+    assert ("".join(chunks), found) == (text, text)
+    assert count in (taken, None)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -160,19 +153,20 @@ def test_random_outputs_continue_their_prompts(keeps, stop) -> None:
         assert grow(codec, output, stop, keeps_special=keeps, prompt_token_ids=prompt)[0] == whole, (prompt, output)
 
 
-@pytest.mark.parametrize("prompt", ["▁x", "<s>"])
-@pytest.mark.parametrize("stop", ["</s> return", "turns"])
-def test_a_stop_string_may_begin_an_output_with_a_special_token(prompt, stop) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "output", "stop", "left"),
+    [
+        ("▁x", ["</s>", "▁return", "s"], "</s> return", ""), ("<s>", ["</s>", "▁return", "s"], "</s> return", ""),
+        ("▁x", ["</s>", "▁return", "s"], "turns", " re"), ("<s>", ["</s>", "▁return", "s"], "turns", "re"),
+        ("▁x", ["▁return", "s"], " return", ""), ("▁x", ["▁return", "s"], " ", ""),
+        ("▁x", ["▁return", "s"], "urns", " ret"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_stop_string_may_begin_with_a_special_token_or_the_space_of_an_output(prompt, output, stop, left) -> None:
     codec = TextCodec(sentencepiece_tokenizer())
-    before, output = map(codec.tokenizer.convert_tokens_to_ids, ([prompt], ["</s>", "▁return", "s"]))
-    left = "" if stop.startswith("</s>") else codec.decode([*before, *output])[len(codec.decode(before)) : -len(stop)]
-    assert grow(codec, output, (stop, "</s>zzz"), prompt_token_ids=before)[0] == left
-
-
-@pytest.mark.parametrize(("stop", "left"), [(" return", ""), (" ", ""), ("urns", " ret")])
-def test_a_stop_string_may_begin_with_the_space_of_the_output(stop, left) -> None:
-    tokens = [WORDS["▁return"], WORDS["s"]]
-    assert grow(TextCodec(sentencepiece_tokenizer()), tokens, (stop,), prompt_token_ids=[WORDS["▁x"]])[0] == left
+    before, tokens = map(codec.tokenizer.convert_tokens_to_ids, ([prompt], output))
+    assert grow(codec, tokens, (stop, "</s>zzz"), prompt_token_ids=before)[0] == left
 
 
 @pytest.mark.parametrize("stop", [(), ("no",)])

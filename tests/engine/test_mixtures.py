@@ -132,45 +132,37 @@ def test_a_preempted_mixture_continues_and_an_aborted_one_frees_its_adapters(bac
     assert not engine._residency._users
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({}, ValueError, "mixes 0 adapters"),
-        ({1: float("nan")}, ValueError, "finite"),
-        ({1: 1e39}, ValueError, "float32"),
-        ({1: True}, TypeError, "number"),
-        ({1: "0.5"}, TypeError, "number"),
-        (dict.fromkeys(range(MOST_MIXED + 1), 0.1), ValueError, f"1 to {MOST_MIXED}"),
-        ({1: 0.5, 2: 0.5, 4: 1}, ValueError, "2 slots"),
-        ({1: 0.5, 1001: 0.5}, ValueError, "distinct"),
-        ({1: 0.5, 999: 0.5}, FileNotFoundError, "nowhere"),
-        ({1: 0.5, 0: 0.5}, TypeError, "LoRARequest"),
-    ],
-)
-def test_refused_before_anything_changes(backbone, given, error, message) -> None:
-    engine = backbone.engine(max_loras=2)
-    known = {**backbone.adapters, 999: LoRARequest("lost", 999, "/nowhere"), 0: "name"}
-    known[1001] = LoRARequest("twin", 1, backbone.adapters[2].lora_path)
-    with pytest.raises(error, match=message):
-        engine.add_request(Request("a", PROMPT, 3, {known.get(one, one): weight for one, weight in given.items()}))
-    assert not any((engine.has_unfinished(), engine._residency._users, engine.manager.list_adapters()))
-
-
+@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize(
     ("numbers", "weights", "error", "message"),
     [
         ((), (), ValueError, "mixes 0 adapters"),
-        ((1, 2), (0.5,), ValueError, "2 adapters by 1 weights"),
-        ((1, 2), (0.5, float("nan")), ValueError, "finite"),
-        ((1, 1), (0.5, 0.5), ValueError, "distinct"),
+        ((1,), (float("nan"),), ValueError, "finite"),
+        ((1,), (1e39,), ValueError, "float32"),
+        ((1,), (True,), TypeError, "number"),
+        ((1,), ("0.5",), TypeError, "number"),
+        (tuple(range(MOST_MIXED + 1)), (0.1,) * (MOST_MIXED + 1), ValueError, f"1 to {MOST_MIXED}"),
+        ((1, 2, 4), (0.5, 0.5, 1), ValueError, "2 slots"),
+        ((1, 1001), (0.5, 0.5), ValueError, "distinct"),
+        ((1, 999), (0.5, 0.5), FileNotFoundError, "nowhere"),
         ((1, 0), (0.5, 0.5), TypeError, "LoRARequest"),
     ],
 )
-def test_mixtures_made_by_hand_are_checked_and_taken_as_dicts_are(backbone, numbers, weights, error, message) -> None:
-    engine, nested = backbone.engine(max_loras=3), Mixture((backbone.adapters[3],), (0.5,))
-    adapters = tuple(backbone.adapters.get(number, nested) for number in numbers)
+def test_refused_before_anything_changes(backbone, numbers, weights, error, message, by_hand) -> None:
+    engine, nested = backbone.engine(max_loras=2), Mixture((backbone.adapters[3],), (0.5,))
+    known = {**backbone.adapters, 999: LoRARequest("lost", 999, "/nowhere"), 0: nested if by_hand else "name"}
+    known[1001] = LoRARequest("twin", 1, backbone.adapters[2].lora_path)
+    adapters = tuple(known.get(number, number) for number in numbers)
+    given = Mixture(adapters, weights) if by_hand else dict(zip(adapters, weights, strict=True))
     with pytest.raises(error, match=message):
-        engine.add_request(Request("a", PROMPT, 3, Mixture(adapters, weights)))
+        engine.add_request(Request("a", PROMPT, 3, given))
+    assert not any((engine.has_unfinished(), engine._residency._users, engine.manager.list_adapters()))
+
+
+def test_mixtures_made_by_hand_are_taken_as_dicts_are(backbone) -> None:
+    engine = backbone.engine(max_loras=3)
+    with pytest.raises(ValueError, match="2 adapters by 1 weights"):
+        engine.add_request(Request("a", PROMPT, 3, Mixture((backbone.adapters[1], backbone.adapters[2]), (0.5,))))
     given = {backbone.adapters[1]: 0.7, backbone.adapters[4]: 0.3}
     mixture, plain = Mixture((*given,), (*given.values(),)), Mixture((backbone.adapters[1],), (1,))
     one, two, three = engine.generate([PROMPT] * 3, [mixture, given, plain], 3)

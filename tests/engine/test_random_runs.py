@@ -131,6 +131,8 @@ def check_blocks(engine: Engine) -> None:
     """Blocks are counted as they are owned, and no running request has one that another computes at the moment."""
     tables = [engine.blocks.block_table(owner) for owner in engine.blocks.owners()]
     assert engine.blocks.num_free == engine.blocks.num_blocks - len({block for table in tables for block in table})
+    if engine.blocks.is_shared:
+        assert {len(tokens) for _, tokens, _ in engine.blocks._entries} <= {engine.blocks.block_size}
     if (state := engine.scheduler.partial) is not None:
         table, size = engine.blocks.block_table(state.request_id), engine.blocks.block_size
         last = table[(state.num_tokens - 1) // size : -(-state.num_tokens // size)]

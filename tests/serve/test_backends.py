@@ -106,23 +106,12 @@ def evict(server: Served) -> None:
         text(server, name)
 
 
-def poison(file: Path, module: str, value: float = float("nan")) -> None:
-    """Put a number into B of a module."""
-    tensors = load_file(file)
-    tensors[f"base_model.model.{module}.lora_B.weight"][1, 0] = value
-    save_file(tensors, file, {"format": "pt"})
-
-
-@pytest.mark.parametrize("what", ["config", "weights"])
-def test_a_name_serves_what_was_loaded_until_it_is_loaded_again(server: Served, home: Path, what: str) -> None:
-    folder = home / what
-    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+def test_a_name_serves_what_was_loaded_until_it_is_loaded_again(server: Served, home: Path) -> None:
+    folder = home / "changed"
+    config = folder / "adapter_config.json"
 
     def change(number: int) -> None:
-        if what == "config":
-            config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": number}))
-        else:
-            poison(weights, "model.layers.1.mlp.up_proj", number)
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": number}))
 
     def refusal() -> str:
         answer = post(server, model="poet", prompt="hello")
@@ -133,17 +122,13 @@ def test_a_name_serves_what_was_loaded_until_it_is_loaded_again(server: Served, 
     evict(server)
     assert load(server, folder).status_code == 200
     change(99)  # before it is used
-    named = config.name if what == "config" else weights.name
-    assert re.fullmatch(
-        rf".*adapter 'poet' \(id \d+\) has changed on disk since it was loaded: {named}; load it again, with "
-        "load_inplace=True, or restore the files", refusal(),
-    )  # fmt: skip
+    assert re.search(rf"adapter 'poet' \(id \d+\) has changed .*: {config.name}; load it again, with", refusal())
     assert load(server, folder, load_inplace=True).status_code == 200
     new = text(server, "poet")
     change(-99)
     assert text(server, "poet") == new
     evict(server)
-    assert named in refusal()
+    assert config.name in refusal()
     change(99)
     assert text(server, "poet") == new
     assert post(server, "unload_lora_adapter", lora_name="poet").status_code == 200
@@ -154,7 +139,9 @@ def test_numbers_that_are_not_finite_are_refused_by_the_load(server: Served, hom
     shutil.copytree(home / "copy-2", folder)
     assert load(server, folder).status_code == 200
     good = text(server, "poet")
-    poison(folder / "adapter_model.safetensors", module)
+    tensors = load_file(file := folder / "adapter_model.safetensors")
+    tensors[f"base_model.model.{module}.lora_B.weight"][1, 0] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
     for fields in ({"load_inplace": True}, {"lora_name": "other"}):
         answer = load(server, folder, **fields)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")

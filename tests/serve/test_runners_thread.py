@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest
 from punica.cluster import ray_runners
@@ -274,14 +273,6 @@ def test_adapters_are_loaded_for_all_runners_and_unloaded(
     assert post("load", lora_path=str(folder), load_inplace=True).status_code == 200
     assert complete(client, model="poet", max_tokens=9)[0]["text"] == text_of(alone, "hello", world.adapters[1], 9)
     assert [adapter.lora_int_id for adapter, _ in cluster._stored.values()] == [5]  # not the one before
-    tensors = load_file(folder / "adapter_model.safetensors")
-    next(iter(tensors.values()))[0, 0] = float("inf")
-    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    poisoned = post("load", lora_path=str(folder), load_inplace=True)
-    assert (poisoned.status_code, poisoned.json()["error"]["param"]) == (400, "lora_path")
-    assert "contains NaN or inf" in poisoned.json()["error"]["message"]
-    assert complete(client, model="poet", max_tokens=9)[0]["text"] == text_of(alone, "hello", world.adapters[1], 9)
-    assert [adapter.lora_int_id for adapter, _ in cluster._stored.values()] == [5]
     assert post("unload").status_code == 200
     assert not cluster._stored
     with pytest.raises(ValueError, match=r"\(id 1\) is not in the object store; there are ids \[\]"):
