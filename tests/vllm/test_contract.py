@@ -61,19 +61,3 @@ def test_a_name_keeps_its_path_and_parameters(path: str) -> None:
         pytest.importorskip("triton")
     wanted = re.findall(r"[^,()]+(?:\([^)]*\))?[^,]*", CONTRACT[path].replace(" ", "")) if CONTRACT[path] else []
     assert broken(wanted, [one.replace(" ", "") for one in parameters(found(path))]) == []
-
-
-@pytest.mark.parametrize(
-    ("actual", "expected"),
-    [
-        (["x", "y=1", "*", "z=None"], []),
-        (["x", "y=1", "w=2", "*", "z=None"], []),
-        (["x", "*", "z=None"], ["y=1"]),
-        (["x", "y=2", "*", "z=None"], ["y=1"]),
-        (["y=1", "x", "*", "z=None"], ["another order"]),
-        (["x", "y=1", "w", "*", "z=None"], ["w"]),
-        (["x", "y=1", "**options"], []),
-    ],
-)
-def test_the_check_sees_a_change(actual: list[str], expected: list[str]) -> None:
-    assert broken(["x", "y=1", "*", "z=None"], actual) == expected

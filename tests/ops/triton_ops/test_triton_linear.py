@@ -1,7 +1,6 @@
 """`lora_linear` and the linear of a step: every pair of forms, splits, true ranks, determinism, batch invariance."""
 
 import itertools
-from contextlib import contextmanager
 from importlib import import_module
 
 import numpy as np
@@ -163,20 +162,3 @@ def test_what_is_chosen(name, device):
     batch = made(STEPS[name], device, ranks=[[16, 16, 4, 16, 16, 8]] * 2)
     for options in (Options(), Options(batch_invariant=True)):
         batch.check(on_step(batch, options=options))
-
-
-@pytest.mark.parametrize("name", ["prompt", "short"])
-def test_shrink_aside(name, device):
-    """Shrink, and nothing else, is launched in the context that is given."""
-    batch, seen = made(STEPS[name], device), []
-    y, step = batch.y.clone(), step_of(STEPS[name], device, 6)
-
-    @contextmanager
-    def aside():
-        seen.append(y.clone())
-        yield
-        seen.append(y.clone())
-
-    linear(y, batch.x, batch.a, batch.b, step, 0.5, aside=aside)
-    assert [torch.equal(one, batch.y) for one in seen] == [True, True]
-    batch.check(y)

@@ -89,13 +89,6 @@ def test_nothing_to_do(device):
     assert torch.equal(batch.shrink(output(batch), num_active_loras=0), output(batch, 0.0))
 
 
-def test_count_may_be_left_out(device):
-    batch = Batch([0, 1, -1], 64, (16,), 16, 2, FP16, device)
-    counts = (None, batch.count["num_active_loras"], 3, torch.tensor([3]))
-    first, *others = [batch.shrink(output(batch), num_active_loras=count) for count in counts]
-    assert all(torch.equal(first, other) for other in others)
-
-
 def test_stale_sorted_entries_are_ignored(form, device):
     """A captured graph covers more rows than a shorter step has; its further rows are at -1 and in no segment."""
     batch = Batch([0, 1, 1, 0, 1], 64, (16,), 16, 2, FP16, device)
