@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from punica.adapters import LoRARequest, write_random_adapter
-from punica.engine import Engine, EngineConfig, GenerationResult, Request, RequestState, RequestStatus, StepOutput
+from punica.engine import (
+    Engine,
+    EngineConfig,
+    GenerationResult,
+    Request,
+    RequestState,
+    RequestStatus,
+    StepOutput,
+    runner,
+)
 from punica.models import LlamaForCausalLM
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -172,6 +182,24 @@ def damage(folder: str | Path, factor: float = float("nan")) -> None:
     """Spoil the numbers of an adapter, which shows when they are read, not when a request arrives."""
     file = Path(folder) / "adapter_model.safetensors"
     save_file({name: tensor * factor for name, tensor in load_file(file).items()}, file)
+
+
+def logits_of(engine: Engine, requests: Sequence[Request]) -> dict[str, list[torch.Tensor]]:
+    """Serve all requests; return the logits of each token by request."""
+    found: dict[str, list[torch.Tensor]] = {}
+    choose = runner.choose_tokens
+
+    def noted(rows: torch.Tensor, states: Sequence[RequestState], best: Any) -> torch.Tensor:
+        for state, row in zip(states, rows.clone(), strict=False):  # others pad the step
+            found.setdefault(state.request_id, []).append(row)
+        return choose(rows, states, best)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "choose_tokens", noted)
+        for request in requests:
+            engine.add_request(request)
+        finish(engine)
+    return found
 
 
 def tokens_of(results: list[GenerationResult]) -> list[list[int]]:

@@ -7,11 +7,15 @@ from typing import Any
 import peft
 import torch
 import transformers
-from managed_world import VOCAB
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-LAYERS = 2
+from punica.adapters import LoRARequest
+from punica.engine import Engine, EngineConfig, Request
+from punica.models import LlamaForCausalLM
+from tests.world import logits_of
+
+LAYERS, VOCAB = 2, 67
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SIZES = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
@@ -73,6 +77,25 @@ def peft_model(base: torch.nn.Module, configs: dict[str, peft.PeftConfig]) -> An
     return model.eval()
 
 
+class Ours:
+    """This library's engine of a Hugging Face folder, and the requests for adapter folders beside it."""
+
+    def __init__(self, base_folder: Path, adapters: dict[str, Path]) -> None:
+        model, sizes = LlamaForCausalLM(base_folder, torch.float32), EngineConfig(max_batch_size=16, max_model_len=32)
+        model.load_weights(base_folder)
+        self.engine = Engine(model, sizes.lora_config(8, max_loras=max(1, len(adapters))), sizes, "fcfs_many")
+        self.requests = {name: LoRARequest(name, i, str(path)) for i, (name, path) in enumerate(adapters.items(), 1)}
+
+    def logits(
+        self, prompts: Sequence[Sequence[int]], names: Sequence[str | None]
+    ) -> tuple[list[list[int]], list[torch.Tensor]]:
+        """Return each prompt with a token, and logits `[2, VOCAB]`: after a prefill with others, and a decode row."""
+        asked = [Request(f"{i}", prompt, 2, self.requests.get(names[i])) for i, prompt in enumerate(prompts)]
+        rows = logits_of(self.engine, asked)
+        longer = [[*prompt, int(rows[f"{i}"][0].argmax())] for i, prompt in enumerate(prompts)]
+        return longer, [torch.stack(rows[f"{i}"]) for i in range(len(prompts))]
+
+
 def round_to_bfloat16(model: Any, name: str, folder: Path) -> None:
     """Save one adapter's tensors in bfloat16, as after training in it; the model keeps the same numbers in float32."""
     with torch.no_grad():
@@ -84,10 +107,10 @@ def round_to_bfloat16(model: Any, name: str, folder: Path) -> None:
 
 
 def reference_logits(model: Any, prompts: Sequence[Sequence[int]], **kwargs: Any) -> list[torch.Tensor]:
-    """Hugging Face's logits `[len(prompt), VOCAB]` of each prompt, computed as one batch padded on the right."""
+    """Hugging Face's logits `[2, VOCAB]` of each prompt's last tokens, computed as one batch padded on the right."""
     width = max(map(len, prompts))
     ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
     mask = torch.tensor([[1] * len(prompt) + [0] * (width - len(prompt)) for prompt in prompts])
     with torch.inference_mode():
         logits = model(input_ids=ids, attention_mask=mask, **kwargs).logits
-    return [rows[: len(prompt)] for rows, prompt in zip(logits, prompts, strict=True)]
+    return [rows[len(prompt) - 2 : len(prompt)] for rows, prompt in zip(logits, prompts, strict=True)]

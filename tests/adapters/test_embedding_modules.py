@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from punica.adapters import LoRAModelManager, LoRARequest
 from punica.adapters.write import stage
 from punica.config import LoRAConfig
-from punica.layers import LogitsProcessorWithLoRA, ReplicatedLinearWithLoRA, VocabParallelEmbeddingWithLoRA
 from punica.ops.slot_image import write_slot
 from punica.parallel import LogitsProcessor, ParallelLMHead, ReplicatedLinear, VocabParallelEmbedding
 
@@ -77,29 +76,6 @@ def folders(tenants: Tenants) -> Tenants:
     for i, named in ADAPTERS.items():
         tenants.write(i, named, rank=next(iter(named.values())).shape[0])
     return tenants
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_mixed_batch_equals_the_merged_models(folders, tied):
-    torch.manual_seed(0)
-    model = TinyLM(tied)
-    ids = torch.tensor([0, 20, 5, 5, 7, 13, 5])
-    expected = {i: merged_logits(model, named, ids) for i, named in (ADAPTERS | {0: {}}).items()}
-    head, table, processor = model.lm_head, model.embed_tokens, model.logits_processor
-    manager = manage(model, max_loras=3)
-    kinds = [VocabParallelEmbeddingWithLoRA, ReplicatedLinearWithLoRA, LogitsProcessorWithLoRA]
-    assert {name: type(layer) for name, layer in manager.modules.items()} == dict(zip(SIZES, kinds, strict=True))
-    assert model.lm_head is head  # its product, the logits processor's, is wrapped instead
-    assert (model.logits_processor.base_layer, model.embed_tokens.base_layer) == (processor, table)
-    with pytest.raises(RuntimeError, match="already a LoRA layer"):
-        manage(model)
-    rows = [3, 1, 0, 2, 1, 3, 2]
-    manager.set_active_adapters([folders.request(i) for i in ADAPTERS], decode(*rows))
-    logits = model(ids)
-    for row, i in enumerate(rows):
-        torch.testing.assert_close(logits[row], expected[i][row], rtol=1e-4, atol=1e-4)
-        if i:
-            assert (logits[row] - expected[0][row]).abs().max() > 0.05
 
 
 @pytest.mark.parametrize(

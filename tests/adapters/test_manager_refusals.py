@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_world import QKV, Tenants, adapter, adapter_tensors, decode, full_manager, unchanged
+from adapter_world import QKV, VOCAB, Tenants, adapter, adapter_tensors, decode, full_manager, unchanged
 
 from punica.adapters import LoRALayerWeights, LoRAModel
 
@@ -61,14 +61,32 @@ BAD_CONFIGS = {
     "rank of a pattern": ({"rank_pattern": {".*q_proj": 64}}, "rank 64 exceeds max_lora_rank 8"),
     "scaled B overflows": ({"lora_alpha": 1e40}, "after scaling"),
 }
-TYPES = ("integers", "FP8", "targets int", "rslora str", "rank bool", "alpha str", "pattern no dict")
+ACTIVATED: dict[str, tuple[object, dict[str, object], str]] = {
+    "no invocation": ([], {}, "is empty"),
+    "a long invocation": ([1] * 257, {}, "257 tokens, at most 256"),
+    "a negative token": ([3, -1], {}, "negative token -1"),
+    "an unknown token": ([VOCAB], {}, f"token {VOCAB}, the model's vocabulary {VOCAB} ids"),
+    "bool token": ([True], {}, "list of token ids"),
+    "invocation str": ("ab", {}, "list of token ids"),
+    "parameters": ([1], {"target_parameters": ["experts.down_proj"]}, "target_parameters do not go together"),
+    "VeLoRA": ([1], {"velora_config": {"num_groups": 2}}, "velora_config do not go together"),
+    "MiCA": ([1], {"init_lora_weights": "mica"}, "'mica' do not go together"),
+}
+TYPES = (
+    "integers", "FP8", "targets int", "rslora str", "rank bool", "alpha str", "pattern no dict", "bool token",
+    "invocation str",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*BAD_TENSORS, *BAD_CONFIGS])
+@pytest.mark.parametrize("case", [*BAD_TENSORS, *BAD_CONFIGS, *ACTIVATED])
 def test_a_bad_folder_changes_nothing(make_manager, tenants, case):
     manager = full_manager(make_manager, tenants)
     changes, message = BAD_TENSORS.get(case, ({}, ""))
     config, message = BAD_CONFIGS.get(case, ({}, message))
+    if case in ACTIVATED:
+        manager.accept_activated_lora()
+        tokens, others, message = ACTIVATED[case]
+        config = {"alora_invocation_tokens": tokens, **others}
     tensors = {name: tensor for name, tensor in {**TENSORS, **changes}.items() if tensor is not None}
     tenants.write(3, tensors, **config)
     with unchanged(manager):

@@ -11,8 +11,17 @@ import pytest
 import torch
 import transformers
 from adapter_world import full_manager, unchanged
-from managed_world import VOCAB, Ours
-from peft_world import ADAPTERS, SEVEN, hugging_face_model, lora_config, peft_model, reference_logits, round_to_bfloat16
+from peft_world import (
+    ADAPTERS,
+    SEVEN,
+    VOCAB,
+    Ours,
+    hugging_face_model,
+    lora_config,
+    peft_model,
+    reference_logits,
+    round_to_bfloat16,
+)
 from safetensors.torch import load_file
 from torch import nn
 
@@ -38,8 +47,8 @@ class Library:
     model: Any
     adapters: dict[str, Path]
 
-    def ours(self, **config: Any) -> Ours:
-        return Ours(self.root, self.adapters, **config)
+    def ours(self) -> Ours:
+        return Ours(self.root, self.adapters)
 
 
 def save(root: Path, base: transformers.LlamaForCausalLM, configs: dict[str, dict[str, Any]]) -> Library:
@@ -62,10 +71,11 @@ def largest_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> 
 
 
 def test_a_mixed_batch_equals_the_mixed_batch_of_peft(library):
-    """Logits of every prompt token (a prefill) and of the last ones (decode rows), all adapters and none together."""
-    theirs = reference_logits(library.model, PROMPTS, adapter_names=[name or "__base__" for name in NAMES])
-    assert largest_difference(library.ours().logits(PROMPTS, NAMES), theirs) < 1e-4
-    plain = reference_logits(library.base, PROMPTS)
+    """Logits after a prefill and of decode rows, all adapters and none together."""
+    prompts, ours = library.ours().logits(PROMPTS, NAMES)
+    theirs = reference_logits(library.model, prompts, adapter_names=[name or "__base__" for name in NAMES])
+    assert largest_difference(ours, theirs) < 1e-4
+    plain = reference_logits(library.base, prompts)
     for name, a, b in zip(NAMES, theirs, plain, strict=True):
         assert (float((a - b).abs().max()) > 0.5) is (name is not None), name  # every adapter has a large effect
 
@@ -75,12 +85,12 @@ def test_tied_embeddings_have_separate_adapters(tmp_path, targets):
     """One table, two uses: PEFT adapts each on its own (merging would mix them up, so its forward is the oracle)."""
     base = hugging_face_model(tie_word_embeddings=True)
     library = save(tmp_path, base, {"one": {"target_modules": targets}, "two": {"r": 3, "target_modules": ["lm_head"]}})
-    names = ["one", None, "two"]
-    theirs = reference_logits(library.model, PROMPTS[:3], adapter_names=["one", "__base__", "two"])
     ours = library.ours()
-    assert ours.model.lm_head.weight is ours.model.model.embed_tokens.weight
-    assert largest_difference(ours.logits(PROMPTS[:3], names), theirs) < 1e-4
-    plain = reference_logits(base, PROMPTS[:3])
+    assert ours.engine.runner.model.lm_head.weight is ours.engine.runner.model.model.embed_tokens.weight
+    prompts, logits = ours.logits(PROMPTS[:3], ["one", None, "two"])
+    theirs = reference_logits(library.model, prompts, adapter_names=["one", "__base__", "two"])
+    assert largest_difference(logits, theirs) < 1e-4
+    plain = reference_logits(base, prompts)
     assert all(float((theirs[row] - plain[row]).abs().max()) > 0.5 for row in (0, 2))
 
 
@@ -88,10 +98,11 @@ def test_one_adapter_of_a_tied_pair(tmp_path, recwarn):
     """`ensure_weight_tying` adapts both uses with the same matrices, and names only one of them as target."""
     base = hugging_face_model(tie_word_embeddings=True)
     library = save(tmp_path, base, {"one": {"target_modules": ["lm_head", "q_proj"], "ensure_weight_tying": True}})
-    theirs = reference_logits(library.model, PROMPTS[:2], adapter_names=["one", "__base__"])
     recwarn.clear()
-    assert largest_difference(library.ours().logits(PROMPTS[:2], ["one", None]), theirs) < 1e-4
+    prompts, ours = library.ours().logits(PROMPTS[:2], ["one", None])
     assert not [warning for warning in recwarn if "target_modules" in str(warning.message)]
+    theirs = reference_logits(library.model, prompts, adapter_names=["one", "__base__"])
+    assert largest_difference(ours, theirs) < 1e-4
 
 
 def test_base_weights_that_are_saved_along_are_warned_of(tmp_path):
@@ -113,9 +124,8 @@ def test_settings_without_effect_on_these_layers_are_served_as_peft_does(tmp_pat
     model.save_pretrained(tmp_path)
     config = tmp_path / "one" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))
-    theirs = reference_logits(model, PROMPTS[:1], adapter_names=["one"])
-    ours = Ours(tmp_path, {"one": tmp_path / "one"})
-    assert largest_difference(ours.logits(PROMPTS[:1], ["one"]), theirs) < 1e-4
+    prompts, ours = Ours(tmp_path, {"one": tmp_path / "one"}).logits(PROMPTS[:1], ["one"])
+    assert largest_difference(ours, reference_logits(model, prompts, adapter_names=["one"])) < 1e-4
 
 
 def llama_config() -> transformers.LlamaConfig:
@@ -205,4 +215,4 @@ def test_an_initialisation_that_changed_the_base_model_is_served_with_a_warning(
     library = save(tmp_path, hugging_face_model(), {"pissa": {"init_lora_weights": "pissa"}})
     ours = library.ours()
     with pytest.warns(UserWarning, match="init_lora_weights='pissa' may have altered the base model"):
-        assert ours.manager.add_adapter(ours.requests["pissa"])
+        assert ours.engine.manager.add_adapter(ours.requests["pissa"])

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from punica.engine import Engine, EngineConfig, Request, runner
+from punica.engine import Engine, EngineConfig, Request
 from punica.engine.attention import KVCache, PagedAttention
 from punica.ops.backbone import PackedHeads
 from punica.ops.quant import saturated
 from punica.scheduling import Span
+from tests.world import logits_of
 
 BLOCK, FP8 = 4, torch.float8_e4m3fn
 
@@ -81,41 +82,25 @@ def test_consecutive_blocks_are_read_in_place_and_scattered_ones_gathered() -> N
 # --- in FP8 ----------------------------------------------------------------------------------------------------------
 
 
-def logits_of(engine: Engine, requests: list[Request], monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """Return the logits of all steps of greedy requests, in the order of the rows."""
-    found, choose = [], runner.choose_tokens
-
-    def noted(logits, *rest):
-        found.append(logits.clone())
-        return choose(logits, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "choose_tokens", noted)
-        for request in requests:
-            engine.add_request(request)
-        while engine.has_unfinished():
-            engine.step()
-    return torch.cat(found)
-
-
 def test_equals_a_wide_cache_whose_entries_are_rounded(backbone, monkeypatch) -> None:
     """The same bits; few blocks, so that some are preempted and computed again."""
     sizes = {"num_blocks": 6, "block_size": 8}
     requests = [Request(f"r{i}", [7 * i + j for j in range(3 + 2 * i)], 10, backbone.adapters.get(i)) for i in range(5)]
-    held = logits_of(backbone.engine(**sizes, fp8_kv_cache=True), requests, monkeypatch)
+    held = logits_of(backbone.engine(**sizes, fp8_kv_cache=True), requests)
     write = KVCache.write
 
     def rounding(cache, layer, rows, keys, values):
         write(cache, layer, rows, *(saturated(part, FP8).float() for part in (keys, values)))
 
     monkeypatch.setattr(KVCache, "write", rounding)
-    assert held.equal(logits_of(backbone.engine(**sizes), requests, monkeypatch))
+    wide = logits_of(backbone.engine(**sizes), requests)
+    assert {name: all(map(torch.equal, rows, held[name])) for name, rows in wide.items()} == dict.fromkeys(held, True)
 
 
-def test_the_first_step_that_reads_the_cache_is_close(backbone, monkeypatch) -> None:
+def test_the_first_step_that_reads_the_cache_is_close(backbone) -> None:
     """A prompt reads none; its logits keep their bits."""
     prompt = [Request("r", list(range(5, 45)), 2, backbone.adapters[2])]
-    wide, held = (logits_of(backbone.engine(fp8_kv_cache=fp8), prompt, monkeypatch) for fp8 in (False, True))
+    wide, held = (logits_of(backbone.engine(fp8_kv_cache=fp8), prompt)["r"] for fp8 in (False, True))
     assert wide[0].equal(held[0])
     assert 0 < (wide[1] - held[1]).norm() / wide[1].norm() < 0.05
 

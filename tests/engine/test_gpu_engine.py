@@ -2,17 +2,15 @@
 
 import gc
 import random
-from collections import Counter
 
 import pytest
 import torch
 
 from punica.engine import Engine, EngineConfig, Request
-from punica.engine import runner as runner_module
 from punica.engine.config import graph_reserve
 from punica.metadata import LoRABatch
 from punica.scheduling import SamplingParams
-from tests.world import Wish, adapter_of_the_ends, are_served, finish, steps, tokens_of
+from tests.world import Wish, adapter_of_the_ends, are_served, finish, logits_of, steps, tokens_of
 
 pytestmark = pytest.mark.gpu
 
@@ -79,29 +77,15 @@ def test_a_graph_has_the_bits_of_the_same_step_launched_by_the_host(
     assert graphs.statistics.graphs == len(shapes)
 
 
-def logits_of(backbone, engine: Engine, wishes: list[Wish]) -> dict[tuple[str, int], torch.Tensor]:
-    """Serve all wishes; return the logits of each token by request and place."""
-    found, places, choose = {}, Counter(), runner_module.choose_tokens
-
-    def noted(rows, requests, best):
-        for request, row in zip(requests, rows.clone(), strict=False):
-            found[request.request_id, places[request.request_id]] = row
-            places[request.request_id] += 1  # a step that is begun ahead finds requests as the one before left them
-        return choose(rows, requests, best)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner_module, "choose_tokens", noted)
-        for i, wish in enumerate(wishes):
-            backbone.ask(engine, str(i), *wish)
-        finish(engine)
-    return found
+def asked(backbone, wishes: list[Wish]) -> list[Request]:
+    return [Request(str(i), one.prompt, one.new, backbone.adapters.get(one.adapter_id)) for i, one in enumerate(wishes)]
 
 
 def test_prompts_in_graphs_change_no_logit_beyond_rounding(backbone, mixed_wishes) -> None:
     """Padded prompts in a captured step, against those of a step launched by the host: float16."""
     prompts, logits = [wish._replace(new=1) for wish in mixed_wishes], []
     for graphs in (True, False):
-        logits.append(logits_of(backbone, engine_on_gpu(backbone, torch.float16, cuda_graphs=graphs), prompts))
+        logits.append(logits_of(engine_on_gpu(backbone, torch.float16, cuda_graphs=graphs), asked(backbone, prompts)))
     torch.testing.assert_close(*logits, atol=2e-2, rtol=2e-2)
 
 
@@ -192,10 +176,10 @@ def test_batch_invariant_logits_are_the_same_bits_in_any_company(backbone, mixed
     """Alone, and among others that join and leave: decode rows beside prompts, in graphs of several sizes."""
     sizes = (1, 5, 16)
     engines = (engine_on_gpu(backbone, dtype, max_batch_size=size, batch_invariant=True) for size in sizes)
-    alone, *others = (logits_of(backbone, engine, mixed_wishes) for engine in engines)
+    alone, *others = (logits_of(engine, asked(backbone, mixed_wishes)) for engine in engines)
     for other in others:
-        assert other.keys() == alone.keys()
-        assert [key for key, row in other.items() if not row.equal(alone[key])] == []
+        assert {name: len(rows) for name, rows in other.items()} == {name: len(rows) for name, rows in alone.items()}
+        assert [name for name, rows in other.items() if not all(map(torch.equal, rows, alone[name]))] == []
 
 
 def test_batch_invariant_logits_are_the_same_bits_with_chunks_and_cached_prefixes(backbone) -> None:
@@ -210,10 +194,10 @@ def test_batch_invariant_logits_are_the_same_bits_with_chunks_and_cached_prefixe
         engine = Engine(model, config.lora_config(16), config, admission, warm_up=False)
         adopt, hits = engine.blocks.adopt, []
         engine.blocks.adopt = lambda owner, hit, n, adopt=adopt, hits=hits: hits.extend(hit) or adopt(owner, hit, n)
-        found += [logits_of(backbone, engine, wishes) for _ in range(2)]
+        found += [logits_of(engine, asked(backbone, wishes)) for _ in range(2)]
     assert len(hits) > 128 // 16
     for wish in range(len(wishes)):
-        alone, *others = ([row for (name, _), row in each.items() if name == str(wish)][-6:] for each in found)
+        alone, *others = (each[str(wish)][-6:] for each in found)
         equal = [[row.equal(other) for row, other in zip(alone, each, strict=True)] for each in others]
         assert equal == [[True] * 6] * 3
 
