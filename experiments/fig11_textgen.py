@@ -109,7 +109,7 @@ class Fig11(Experiment):
 
     def _bench(self, cfg: Config, point: Point) -> StreamBench:
         from experiments.systems.bench import StreamBench
-        from experiments.systems.world import World
+        from experiments.systems.serving import World
 
         figure, adapters = cast(TextgenConf, cfg.figure), cfg.adapters
         limits, stream = sizes_of(cfg)

@@ -57,7 +57,8 @@ def checked(cfg: Config, system: str, rows: int) -> "Callable[[], Tensor]":
     """Make the call of a form on `rows` hidden states. `CheckFailed` when it differs from float64."""
     import torch
 
-    from experiments.benches.operators import TOLERANCE, check
+    from experiments.benches.operators import TOLERANCE
+    from experiments.harness.experiment import check
 
     figure = cast(NormConf, cfg.figure)
     generator = torch.Generator().manual_seed(rows)

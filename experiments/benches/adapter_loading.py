@@ -17,13 +17,12 @@ from experiments.benches.model_steps import (
     TOLERANCE,
     Invocation,
     captured,
-    difference,
     llama_config,
     random_llama,
     spans,
     step_tokens,
 )
-from experiments.harness.experiment import CheckFailed
+from experiments.harness.experiment import CheckFailed, check, difference
 from experiments.harness.schema import ModelConf
 from experiments.measure import timing
 from experiments.workload.popularity import popularity
@@ -220,9 +219,7 @@ def check_loader(bench: Bench, name: str, loader: Loader) -> None:
     bench.poison()
     handle = loader.start(1)
     if bench.step and expected is not None:
-        error = difference(bench.step(), expected)
-        if not error <= TOLERANCE[bench.dtype]:
-            raise CheckFailed(f"{name}: a step beside a load differs by {error:.2e} (relative) from the step alone")
+        check(f"{name}: a step beside a load", bench.step(), expected, TOLERANCE[bench.dtype])
     handle.wait()
     bench.synchronise()
     loader.check(1)
@@ -294,7 +291,6 @@ def measured(bench: Bench, names: Sequence[str], protocol: timing.Protocol) -> d
     found = {}
     for name, watch in watches.items():
         total, host, device = watch.total[-taken:], watch.host[-taken:], watch.device()[-taken:]
-        found[name] = Measured(total, host, device)
-        if bench.step is not None:
-            found[name] = Measured(device or host, host, device, total, alone.total[-taken:])
+        steps = [] if bench.step is None else [total, alone.total[-taken:]]
+        found[name] = Measured((device or host) if steps else total, host, device, *steps)
     return found

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from experiments.benches.engine_steps import EngineSteps, StepShape, check_adapters_matter, steps_in_turns
-from experiments.benches.model_steps import Invocation, check_rows, difference, spans, step_tokens
-from experiments.harness.experiment import CheckFailed
+from experiments.benches.model_steps import Invocation, check_rows, spans, step_tokens
+from experiments.harness.experiment import check
 from experiments.measure.timing import Call, Protocol
 from punica.adapters import LoRAModel, LoRAModelManager, ModuleWeights
 from punica.config import LoRAConfig
@@ -184,9 +184,7 @@ class MoEBench:
                 a, b = (list(map(dequantize, stacks, scale)) for stacks, scale in zip((a, b), scales, strict=True))
             wanted = torch.zeros_like(y, dtype=torch.float32)
             reference.fused_moe_lora(wanted, given, a, b, routing, down)
-            error = difference(y.float(), wanted)
-            if not error <= self.tolerance:
-                raise CheckFailed(f"{name} differs from the reference by {error:.2e} (relative)")
+            check(name, y, wanted, self.tolerance)
 
     def _check_rows(self, x: torch.Tensor, logits: torch.Tensor, adapter_ids: list[int]) -> None:
         def of_row(row: int) -> tuple[torch.Tensor, torch.Tensor]:

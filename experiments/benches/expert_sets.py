@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-from experiments.benches.operator_sets import ROTATING_BYTES, Call, captured, check_error, median_us
+from experiments.benches.operator_sets import ROTATING_BYTES, Call, captured, median_us
 from experiments.benches.operators import begun
+from experiments.harness.experiment import check_error
 from punica.ops import reference
 from punica.ops.experts import Assignment, ExpertLoRAWeights, Switches
 from punica.parallel import route

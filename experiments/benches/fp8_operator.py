@@ -8,9 +8,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from experiments.benches.model_steps import Invocation, difference, llama_config, random_llama, spans, step_tokens
-from experiments.benches.operators import TOLERANCE, Problem, check, step_of, weights_of
+from experiments.benches.model_steps import Invocation, llama_config, random_llama, spans, step_tokens
+from experiments.benches.operators import TOLERANCE, Problem, step_of, weights_of
 from experiments.harness import Config, Reading
+from experiments.harness.experiment import check, difference
 from experiments.harness.schema import DType
 from experiments.measure.timing import Call
 from punica.adapters import LoRAModelManager, random_adapter

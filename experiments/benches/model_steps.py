@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from transformers import LlamaConfig
 
-from experiments.harness.experiment import CheckFailed
+from experiments.harness.experiment import CheckFailed, check, difference
 from experiments.harness.schema import ModelConf
 from experiments.measure.timing import Call, CapturedRun
 from punica.adapters import LoRAModelManager, random_adapter
@@ -132,11 +132,6 @@ def step_tokens(batch_size: int, kv_length: int) -> int:
 def check_decode(invocation: Invocation) -> None:
     """Raise `CheckFailed` unless prefill and decode equal one prefill, and steps run before leave no trace."""
     length, tolerance = 20, TOLERANCE[invocation.cache.keys[0].dtype]
-
-    def check(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-        if not (error := difference(found, expected)) <= tolerance:
-            raise CheckFailed(f"{what} differs by {error:.2e} (relative) from what it should equal")
-
     whole = spans(2, length, length)
     ids, positions = invocation.begin(whole)
     expected = invocation.forward(ids, positions)[length - 1 :: length]
@@ -145,11 +140,11 @@ def check_decode(invocation: Invocation) -> None:
     invocation.begin([Span(row * (length - 1), length - 1, length - 1, table) for row, table in enumerate(tables)])
     invocation.forward(ids[kept], positions[kept])
     invocation.begin([Span(row, 1, length, table) for row, table in enumerate(tables)])
-    check("decoding through KV blocks", invocation.forward(ids[~kept], positions[~kept]), expected)
+    check("decoding through KV blocks", invocation.forward(ids[~kept], positions[~kept]), expected, tolerance)
     invocation.decode_step(2, length - 3)()
     for name, step, rows in (("decode", invocation.decode_step, 1), ("prefill", invocation.prefill_step, length)):
         found = step(2, length)().clone()
-        check(f"a {name} step", found, invocation.forward(*invocation.begin(spans(2, rows, length))))
+        check(f"a {name} step", found, invocation.forward(*invocation.begin(spans(2, rows, length))), tolerance)
 
 
 def check_rows(
@@ -158,15 +153,9 @@ def check_rows(
     """Raise `CheckFailed` unless the first and last row equal the row alone, and not without its adapter."""
     for row in {0, len(together) - 1}:
         alone, plain = of_row(row)
-        error = difference(together[row : row + 1], alone)
-        if not error <= tolerance:
-            raise CheckFailed(f"row {row} of {len(together)} differs by {error:.2e} from the same row alone")
+        check(f"row {row} of {len(together)}, alone,", together[row : row + 1], alone, tolerance)
         if difference(plain, alone) <= tolerance:
             raise CheckFailed(f"row {row} of {len(together)} comes out as if it had no adapter")
-
-
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 class LayerBench:

@@ -21,8 +21,9 @@ from typing import cast
 
 import torch
 
-from experiments.benches.operator_sets import Call, OperatorSets, check_error
+from experiments.benches.operator_sets import Call, OperatorSets
 from experiments.benches.operators import begun
+from experiments.harness.experiment import check_error
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.triton_ops.launch import supports_pdl
 from punica.ops.triton_ops.lora_linear import LinearMode, plan_linear

@@ -10,7 +10,6 @@ import torch
 
 from experiments.benches.operator_lines import Operator
 from experiments.benches.operators import MAX_LORAS, kernel_meta_args
-from experiments.harness.experiment import CheckFailed
 from experiments.measure.timing import CapturedRun, captured_rounds, seconds_between_events
 
 ROTATING_BYTES = 256 << 20  # bytes of all sets together; the L2 cache of an H200 holds 60 MB
@@ -97,11 +96,6 @@ class OperatorSets:
         us = median_us(run, total, replays)
         self.y.zero_()
         return us, error
-
-
-def check_error(name: str, error: float, tolerance: float) -> None:
-    if not error <= tolerance:
-        raise CheckFailed(f"{name}: relative error {error:.1e} is above {tolerance:.0e}: not timed")
 
 
 def captured(call: Call, sets: int, calls: int) -> tuple[CapturedRun, int]:

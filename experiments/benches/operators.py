@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from experiments.harness.experiment import CheckFailed
+from experiments.harness.experiment import check
 from experiments.harness.schema import Config, DType
 from experiments.measure.timing import Call, Name, Protocol, time_side_by_side
 from experiments.workload.popularity import popularity
@@ -119,13 +119,9 @@ def weights_of(batch: Problem) -> LoRAWeights:
     return LoRAWeights.of((batch.a,), (batch.stored_b,), whole)
 
 
-def layer_call(batch: Problem) -> Call:
-    return partial(step_of(batch).add_linear, batch.y, batch.x, weights_of(batch))
-
-
 @OPERATORS.register("SGMV")
 def _sgmv(problem: Problem) -> Prepared:
-    return adding(problem, layer_call(problem))
+    return adding(problem, partial(step_of(problem).add_linear, problem.y, problem.x, weights_of(problem)))
 
 
 @OPERATORS.register("SGMV expand")
@@ -319,10 +315,3 @@ def protocol(cfg: Config) -> Protocol:
         patience=cfg.scale.patience,
         flush_mib=cfg.hardware.flush_mib or 0,
     )
-
-
-def check(name: str, result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """`CheckFailed` when `result` differs from `expected` by more than `tolerance`, relative."""
-    error = float((result.double() - expected).norm() / expected.double().norm())
-    if not error <= tolerance:
-        raise CheckFailed(f"{name} differs from the reference by {error:.2e} (relative), above {tolerance:.0e}")

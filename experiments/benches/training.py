@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from experiments.benches.operators import check, grouped_product
+from experiments.benches.operators import grouped_product
+from experiments.harness.experiment import check
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.gradients import lora_linear
 from punica.ops.weights import LoRAWeights

@@ -37,6 +37,21 @@ class CheckFailed(RuntimeError):
     """Wrong result, whose speed means nothing: raised by `measure`; the point gets no row."""
 
 
+def difference(found: Any, expected: Any) -> float:
+    """Relative norm of a difference of tensors."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def check(name: str, found: Any, expected: Any, tolerance: float) -> None:
+    """`CheckFailed` when `found` differs from `expected` by more than `tolerance`, relative."""
+    check_error(name, difference(found, expected), tolerance)
+
+
+def check_error(name: str, error: float, tolerance: float) -> None:
+    if not error <= tolerance:
+        raise CheckFailed(f"{name} differs from the reference by {error:.2e} (relative), above {tolerance:.0e}")
+
+
 class Experiment(ABC):
     """One figure: set the class attributes, write `points`, and `measure` or, side by side, `measure_together`."""
 

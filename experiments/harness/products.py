@@ -1,13 +1,11 @@
 """The faster of torch's two float32 products on a CPU, so that all systems compared get the machine's best."""
 
-import time
-from collections.abc import Callable
 from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
+from experiments.measure.timing import Protocol, time_side_by_side
 from punica.parallel.matmul import onednn_for, onednn_linear, through
 
 
@@ -19,22 +17,11 @@ def use_faster_products(hidden: int = 2048, inner: int = 5504, attempts: int = 7
     onednn = onednn_linear()
     if onednn is None:
         return {"one": "torch", "several": "torch"}
-    weights = [torch.ones(inner, hidden, device="cpu") for _ in range(2)]
+    clock = Protocol("host_clock", "cpu", 1, attempts, attempts, seconds=0.0, flush_mib=64)
+    weight = torch.ones(inner, hidden, device="cpu")
     for kind, rows in (("one", 1), ("several", 4)):
         x = torch.ones(rows, hidden, device="cpu")
-        products: list[Callable[[Tensor], Tensor]] = [partial(F.linear, x), partial(through, onednn, x)]
-        plain, other = _best_of(products, weights, attempts)
-        setattr(onednn_for, kind, other < plain)
+        calls = {"torch": [partial(F.linear, x, weight)], "oneDNN": [partial(through, onednn, x, weight)]}
+        samples = time_side_by_side(calls, clock)
+        setattr(onednn_for, kind, min(samples["oneDNN"]) < min(samples["torch"]))
     return {kind: "oneDNN" if getattr(onednn_for, kind) else "torch" for kind in ("one", "several")}
-
-
-def _best_of(products: list[Callable[[Tensor], Tensor]], weights: list[Tensor], attempts: int) -> list[float]:
-    """Least seconds of each product for all weights, measured in turns."""
-    best = [float("inf")] * len(products)
-    for _ in range(attempts):
-        for index, product in enumerate(products):
-            started = time.perf_counter()
-            for weight in weights:
-                product(weight)
-            best[index] = min(best[index], time.perf_counter() - started)
-    return best

@@ -10,7 +10,6 @@ Distinct (n = s) has an intensity that does not depend on `s`, 0.94 FLOP/byte at
 Identical (n = 1) climbs with `s`. A machine with bandwidth `b` and rate `p` reaches at most `min(p, intensity b)`.
 """
 
-import time
 from collections.abc import Callable
 from functools import cache
 
@@ -52,13 +51,8 @@ def product_flops(device: str, dtype: str) -> float:
 
 
 def _least_seconds(call: Callable[[], object], device: str) -> float:
-    """Return the best of a few calls after the first: by events on a GPU, else by the host's clock."""
-    from experiments.measure.timing import seconds_between_events
+    from experiments.measure.timing import Protocol, time_side_by_side
 
-    def on_host() -> float:
-        started = time.perf_counter()
-        call()
-        return time.perf_counter() - started
-
-    call()
-    return min(seconds_between_events(call) if device.startswith("cuda") else on_host() for _ in range(ATTEMPTS))
+    timer = "cuda_graph" if device.startswith("cuda") else "host_clock"
+    clock = Protocol(timer, device, warmup=1, repeats=ATTEMPTS, min_repeats=ATTEMPTS, seconds=0.0, flush_mib=0)
+    return min(time_side_by_side({"call": [call]}, clock)["call"])

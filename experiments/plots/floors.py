@@ -9,21 +9,20 @@ import pandas as pd
 
 from experiments.cluster.costs import datasheet, model_bytes
 from experiments.facts.systems import SECONDS
-from experiments.harness.schema import CONF, model_conf
+from experiments.harness.schema import CONF, DType, model_conf
 from experiments.measure.records import read_rows
 from experiments.workload.popularity import popularity
 
 FLOOR = "floor"
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def _operator(cell: Any, figure: dict[str, Any]) -> float:
     """X, A, B, and Y read and written; of X@W its weight."""
-    rows, h1, h2 = cell.batch_size, figure["h1"], figure["h2"]
+    rows, h1, h2, size = cell.batch_size, figure["h1"], figure["h2"], DType(figure["dtype"]).bytes
     if cell.system == "backbone X@W":
-        return ITEMSIZE[figure["dtype"]] * (rows * (h1 + h2) + h1 * h2)
+        return float(size * (rows * (h1 + h2) + h1 * h2))
     adapters = popularity(cell.workload).number_of_adapters(int(rows))
-    return ITEMSIZE[figure["dtype"]] * (rows * (h1 + 2 * h2) + adapters * cell.rank * (h1 + h2))
+    return float(size * (rows * (h1 + 2 * h2) + adapters * cell.rank * (h1 + h2)))
 
 
 def _layer(cell: Any, _: dict[str, Any]) -> float:
@@ -41,14 +40,15 @@ def _step(cell: Any, _: dict[str, Any]) -> float:
     return sizes.itemsize * (sizes.weights + cached * sizes.kv)
 
 
+def _norm(cell: Any, figure: dict[str, Any]) -> float:
+    return float(DType(figure["dtype"]).bytes * figure["hidden"] * (2 * cell.batch_size + 1))
+
+
 BYTES: dict[str, tuple[str, Callable[[Any, dict[str, Any]], float], tuple[str, ...]]] = {
     "8": ("latency", _operator, ("SGMV",)), "9": ("latency", _operator, ("SGMV",)),
     "README backbone-vs-sgmv": ("latency", _operator, ("SGMV", "backbone X@W")),
     "10": ("layer_latency", _layer, ()), "1": ("step_latency", _step, ()),
-    "text 6": (
-        "norm_latency", lambda cell, figure: ITEMSIZE[figure["dtype"]] * figure["hidden"] * (2 * cell.batch_size + 1),
-        ("fused",),
-    ),
+    "text 6": ("norm_latency", _norm, ("fused",)),
 }  # fmt: skip
 """Figure -> metric, bytes of a cell, systems that get a floor (none: all)."""
 

@@ -43,10 +43,8 @@ def in_order(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows.sort_values("rank", kind="stable")
     orders = {"workload": WORKLOADS.names(), "system": SYSTEMS.names(), "panel": (), "model": SIZES}
     for column, known in orders.items():
-        found = [name for name in rows[column].unique() if name not in known]
-        places = {name: place for place, name in enumerate([*known, *found])}
-        at = [places.get(name, len(places)) for name in rows[column]]
-        rows = rows.iloc[sorted(range(len(at)), key=at.__getitem__)]
+        places = {name: place for place, name in enumerate(dict.fromkeys([*known, *rows[column].unique()]))}
+        rows = rows.iloc[rows[column].map(places).to_numpy().argsort(kind="stable")]
     return rows.reset_index(drop=True)
 
 

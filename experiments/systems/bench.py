@@ -11,10 +11,9 @@ from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading, sampled
 from experiments.systems.check import Agreement, check_tokens
 from experiments.systems.engine_systems import EngineSystem
-from experiments.systems.serving import Step, built
+from experiments.systems.serving import Step, World, built
 from experiments.systems.stream import Timeline, jobs_of, paper_stream, shortened, timeline_of
 from experiments.systems.windows import Window, draw_windows
-from experiments.systems.world import World
 from experiments.workload.popularity import PAPER_WORKLOADS, popularity
 from experiments.workload.traces import TRACE, Trace
 

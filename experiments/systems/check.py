@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from experiments.benches.model_steps import TOLERANCE, difference
-from experiments.harness.experiment import CheckFailed
+from experiments.benches.model_steps import TOLERANCE
+from experiments.harness.experiment import CheckFailed, difference
 from experiments.systems.serving import ServingSystem
 from experiments.systems.stream import Job
 

@@ -14,9 +14,8 @@ import torch
 from experiments.benches.engine_steps import clear, put
 from experiments.facts.systems import System
 from experiments.harness.experiment import CheckFailed
-from experiments.systems.serving import WARM_STEPS, Served, ServingSystem, Step
+from experiments.systems.serving import WARM_STEPS, Served, ServingSystem, Step, World
 from experiments.systems.stream import Job, Timeline, timeline_of
-from experiments.systems.world import World
 from punica.adapters import LoRARequest
 from punica.config import LoRAConfig
 from punica.engine import Engine, EngineConfig, Request, runner

@@ -9,9 +9,8 @@ from itertools import groupby
 import torch
 
 from experiments.facts.systems import System
-from experiments.systems.serving import WARM_STEPS, Served, ServingSystem, Step
+from experiments.systems.serving import WARM_STEPS, Served, ServingSystem, Step, World
 from experiments.systems.stream import Job, Timeline
-from experiments.systems.world import World
 
 
 class HfSystem(ServingSystem):

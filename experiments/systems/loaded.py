@@ -20,10 +20,9 @@ from experiments.harness.schema import Config
 from experiments.systems.check import check_tokens
 from experiments.systems.engine_systems import MOST_ADAPTERS, EngineSystem, timed_step
 from experiments.systems.open_loop import DISK, MEMORY, SLOT, Arrival, Trace, drive
-from experiments.systems.serving import Step, class_of
+from experiments.systems.serving import Step, World, class_of
 from experiments.systems.stream import Job, paper_stream, shortened, timeline_of
 from experiments.systems.weights import Limits
-from experiments.systems.world import World
 from experiments.workload import drawn_adapters, released_lengths
 from experiments.workload.arrivals import Span
 from punica.adapters import LoRAModel, LoRARequest, write_random_adapter

@@ -27,10 +27,9 @@ from experiments.harness.points import Reading
 from experiments.harness.schema import ModelConf
 from experiments.systems.bench import StreamBench, StreamConf
 from experiments.systems.engine_systems import EngineSystem
-from experiments.systems.serving import WARM_STEPS
+from experiments.systems.serving import WARM_STEPS, World
 from experiments.systems.stream import Job
 from experiments.systems.weights import Limits, exported
-from experiments.systems.world import World
 from punica.parallel import (
     SingleProcessGroup,
     current_group,

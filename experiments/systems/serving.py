@@ -1,19 +1,53 @@
-"""Interface of a serving system, and its reports."""
+"""Interface of a serving system, its reports, and what all systems share. Device memory of Llama-2 7B and 13B: weights
+13.5 and 26.0 GB, keys and values 43 and 68 GB, 32 adapters 2.6 and 4.0 GB for PEFT and for each engine.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import NamedTuple
 
 import torch
 
+from experiments.benches.model_steps import fill_with_noise
 from experiments.facts.systems import SYSTEMS, System
+from experiments.systems.hugging_face import PeftBackend
 from experiments.systems.stream import Job, Timeline
-from experiments.systems.world import World
+from experiments.systems.weights import Weights
+from punica.adapters import LoRAModel
+from punica.engine.attention import KVCache
 
 WARM_STEPS = 1
 """Untimed steps before those of `run_steps`, which leave caches and slots as in the middle of a stream."""
+
+
+class World(Weights):
+    """Weights, and Hugging Face's model around them, made when first read."""
+
+    @cached_property
+    def peft(self) -> PeftBackend:
+        """Hugging Face model with its PEFT adapters: two of the systems, and the reference of the check."""
+        return PeftBackend(self, self.kv_cache)
+
+    @cached_property
+    def kv_cache(self) -> KVCache:
+        """KV cache of all systems, full of noise; a quarter larger than our engine needs, as Hugging Face pads."""
+        config = self.limits.engine_config(lora=False)
+        kept = KVCache(self._backbone, config.total_blocks * 5 // 4, config.block_size)
+        fill_with_noise(kept)
+        return kept
+
+    @cached_property
+    def registered(self) -> dict[tuple[bool, int], LoRAModel]:
+        """(fully sharded, weight set) -> adapter as the first engine registered it; on a GPU in page-locked memory."""
+        return {}
+
+    def reference(self, job: Job, tokens: Sequence[int], lora: bool) -> torch.Tensor:
+        """Logits `[tokens, vocabulary]` (float32, host) of Hugging Face's model for a job alone, by one invocation."""
+        with self.peft.adapter(job.adapter_id if lora else None):
+            return self.peft.prefill(job.prompt, tokens)
 
 
 class Step(NamedTuple):

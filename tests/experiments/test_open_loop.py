@@ -26,9 +26,9 @@ from experiments.systems.open_loop import (
     user_readings,
     users_of,
 )
+from experiments.systems.serving import World
 from experiments.systems.stream import Job, paper_stream
 from experiments.systems.weights import Limits
-from experiments.systems.world import World
 from experiments.workload import drawn_adapters
 from experiments.workload.arrivals import Span
 

@@ -14,10 +14,9 @@ from experiments.systems import check, hugging_face
 from experiments.systems.bench import StreamBench, StreamConf
 from experiments.systems.check import check_tokens
 from experiments.systems.hugging_face import Decoding, GraphDecoding, SameProduct
-from experiments.systems.serving import built
+from experiments.systems.serving import World, built
 from experiments.systems.stream import Job, timeline_of
 from experiments.systems.weights import Limits
-from experiments.systems.world import World
 from punica.engine.runner import ModelRunner
 
 MEASURED = [entry.name for entry in entries() if entry.served_by]

@@ -9,10 +9,9 @@ from experiments.harness.schema import DType
 from experiments.systems import hugging_face
 from experiments.systems.bench import StreamBench, StreamConf
 from experiments.systems.hugging_face import Decoding, GraphDecoding
-from experiments.systems.serving import built
+from experiments.systems.serving import World, built
 from experiments.systems.stream import shortened
 from experiments.systems.weights import Limits
-from experiments.systems.world import World
 
 pytestmark = pytest.mark.gpu
 HALF = TINY.model_copy(update={"hidden_size": 256, "intermediate_size": 688, "vocab_size": 512, "dtype": DType.float16})

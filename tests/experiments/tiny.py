@@ -3,8 +3,8 @@
 from functools import cache
 
 from experiments.harness.schema import DType, ModelConf
+from experiments.systems.serving import World
 from experiments.systems.weights import Limits
-from experiments.systems.world import World
 
 TINY = ModelConf(
     name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
