@@ -1,6 +1,7 @@
 """What each rank keeps and computes, plain and fully sharded: numbered rows, the worked example of two ranks."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from punica.parallel import (
     RowParallelLinear,
     tensor_parallel,
 )
+from tests.parallel.thread_ranks import on_threads
 
 ALONE = {"bias": False, "return_bias": False}
 column = partial(ColumnParallelLinear, 4, 6, **ALONE)
@@ -47,29 +49,6 @@ B = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0
 DELTA = torch.tensor([1.0, 1, 3, 2, 4, 4])
 
 
-class Scripted:
-    """A group in which this rank is real and the others send what they would send; keeps what this rank sent."""
-
-    def __init__(self, rank: int, sent_by_rank: list[Tensor]) -> None:
-        self.rank, self.world_size, self.script = rank, len(sent_by_rank), sent_by_rank
-        self.sent: list[Tensor] = []
-
-    def _everyone(self, tensor: Tensor) -> list[Tensor]:
-        self.sent.append(tensor.clone())
-        return [tensor if rank == self.rank else other for rank, other in enumerate(self.script)]
-
-    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        return torch.cat(self._everyone(tensor), dim=dim)
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        if tensor.shape != self.script[0].shape:  # the base layer's own reduction
-            return tensor
-        return torch.stack(self._everyone(tensor)).sum(0)
-
-    def gather(self, tensor: Tensor, dst: int, dim: int) -> Tensor | None:
-        raise AssertionError("no layer here gathers to one rank")
-
-
 def with_example(lora_class: type, base: Any, config: Any, wrapper: Any, slices: list[int] | None = None) -> Any:
     """The layer with its weight zeroed and the example's adapter in slot 2."""
     base.weight.data.zero_()
@@ -83,42 +62,31 @@ def with_example(lora_class: type, base: Any, config: Any, wrapper: Any, slices:
     return layer
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("plain", "build", "slices", "rows"), COLUMN_KINDS.values(), ids=COLUMN_KINDS)
-def test_worked_example_of_every_column_kind(plain, build, slices, rows, rank) -> None:
-    config, place = config_for(max_lora_rank=4), {"tp_rank": rank, "tp_size": 2}
-    layer = with_example(plain, build(**place), config, used([2]), slices)
-    for a in layer.lora_a_stacked:
-        assert (X @ a[2, 0].T).tolist() == [[1, 1, 3, 0]]
-    assert layer(X)[0].tolist() == DELTA[rows[rank]].tolist()
-    if (sharded := getattr(layers, plain.__name__.replace("WithLoRA", "WithShardedLoRA"), None)) is None:
-        return
-    layer = with_example(sharded, build(**place), config, used([2]), slices)
-    shrunk = [torch.tensor(h).expand(len(slices), 1, 2) for h in ([[[1.0, 1]]], [[[3.0, 0]]])]
-    group = Scripted(rank, shrunk)
-    with tensor_parallel(group):
-        assert layer(X)[0].tolist() == DELTA[rows[rank]].tolist()
-    torch.testing.assert_close(group.sent, [shrunk[rank]])
+def test_worked_example_of_every_column_kind(plain, build, slices, rows) -> None:
+    sharded = getattr(layers, plain.__name__.replace("WithLoRA", "WithShardedLoRA"), None)
+
+    def on_rank(rank: int) -> str:
+        for lora_class, shrunk in ((plain, [[1.0, 1, 3, 0]] * 2), (sharded, [[1.0, 1], [3.0, 0]])):
+            if lora_class is not None:
+                layer = with_example(lora_class, build(), config_for(max_lora_rank=4), used([2]), slices)
+                assert all((X @ a[2, 0].T).tolist() == [shrunk[rank]] for a in layer.lora_a_stacked)
+                assert layer(X)[0].tolist() == DELTA[rows[rank]].tolist()
+        return "done"
+
+    assert on_threads(2, on_rank) == ["done", "done"]
 
 
-@pytest.mark.parametrize(
-    ("rank", "h", "partial", "own"),
-    [
-        (0, [1.0, 2, 3, 0], [1, 2, 3, 3, 5, 4], [1, 1, 3, 0, 0, 0]),
-        (1, [0.0, -1, 0, 0], [0, -1, 0, -1, -1, 0], [0, 0, 0, 2, 4, 4]),
-    ],
-)
-def test_worked_example_of_both_row_kinds(rank, h, partial, own) -> None:
-    config, place = config_for(max_lora_rank=4), {"tp_rank": rank, "tp_size": 2}
-    x = X.chunk(2, dim=-1)[rank]
-    layer = with_example(RowParallelLinearWithLoRA, row(**place), config, used([2]))
-    assert (x @ layer.lora_a_stacked[0][2, 0].T)[0].tolist() == h
-    assert layer(x)[0].tolist() == partial
-    layer = with_example(RowParallelLinearWithShardedLoRA, row(**place), config, used([2]))
-    group = Scripted(rank, [torch.tensor([[[1.0, 2, 3, 0]]]), torch.tensor([[[0.0, -1, 0, 0]]])])
-    with tensor_parallel(group):
-        assert layer(x)[0].tolist() == own
-    torch.testing.assert_close(group.sent, [torch.tensor([[h]])])
+def test_worked_example_of_both_row_kinds() -> None:
+    def on_rank(rank: int) -> list[list[list[float]]]:
+        x, found = X.chunk(2, dim=-1)[rank], []
+        for lora_class in (RowParallelLinearWithLoRA, RowParallelLinearWithShardedLoRA):
+            layer = with_example(lora_class, row(), config_for(max_lora_rank=4), used([2]))
+            found.append([(x @ layer.lora_a_stacked[0][2, 0].T)[0].tolist(), layer(x)[0].tolist()])
+        return found
+
+    delta = DELTA.tolist()
+    assert on_threads(2, on_rank) == [[[[1, 2, 3, 0], delta]] * 2, [[[0, -1, 0, 0], delta]] * 2]
 
 
 def numbered(rows: int) -> Tensor:
@@ -206,10 +174,11 @@ def test_sizes_that_do_not_divide_over_the_ranks(lora_class, base, message) -> N
 def test_a_step_without_adapters_has_no_collective(lora_class, build, width, slots) -> None:
     base = build(tp_rank=0, tp_size=2)
     layer = with_example(lora_class, base, config_for(max_lora_rank=4), used(slots))
-    group = Scripted(0, [torch.zeros(1, 1, 4)] * 2)
+    reduced: list[int] = []
+    group = SimpleNamespace(rank=0, world_size=2, all_reduce=lambda tensor: reduced.append(tensor.ndim) or tensor)
     with tensor_parallel(group):
         assert layer(torch.ones(len(slots), width)).tolist() == [[0.0] * base.weight.shape[0]] * len(slots)
-    assert group.sent == []
+    assert reduced == [2] * (width == 2), "the base layer's own"
 
 
 def test_one_rank_takes_the_plain_path() -> None:

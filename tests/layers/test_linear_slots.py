@@ -1,17 +1,20 @@
-"""Slots: shapes, what `set_lora` writes, and that a refused adapter leaves everything as it was."""
+"""Slots: shapes, what `set_lora` writes, packed groups, FP8; a refused adapter leaves everything as it was."""
 
 import pytest
 import torch
-from layer_cases import config_for, random_pair, used
+from layer_cases import ALONE, IN, LINEAR, config_for, linear_layer, random_pair, used
 from torch import nn
 
+from punica.config import LoRAConfig
 from punica.layers import (
     ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearVariableSliceWithLoRA,
     MergedColumnParallelLinearWithLoRA,
     MergedQKVParallelLinearWithLoRA,
-    RowParallelLinearWithLoRA,
+    expand_groups,
     from_layer,
 )
+from punica.ops.quant import Fp8Matrix, quantize_per_channel
 from punica.parallel import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -19,18 +22,25 @@ from punica.parallel import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from tests.ops.fp8_batches import E4M3, E5M2
 
 
-def column(**options):
-    layer = ColumnParallelLinearWithLoRA(ColumnParallelLinear(6, 10, **options))
+def made(lora_class, base):
+    layer = lora_class(base)
     layer.create_lora_weights(4, config_for())
     return layer
 
 
-def merged(**options):
-    layer = MergedColumnParallelLinearWithLoRA(MergedColumnParallelLinear(6, [8, 4], **options))
-    layer.create_lora_weights(4, config_for())
-    return layer
+def column():
+    return made(ColumnParallelLinearWithLoRA, ColumnParallelLinear(6, 10, return_bias=False))
+
+
+def merged():
+    return made(MergedColumnParallelLinearWithLoRA, MergedColumnParallelLinear(6, [8, 4]))
+
+
+def variable():
+    return made(MergedColumnParallelLinearVariableSliceWithLoRA, MergedColumnParallelLinear(5, [8, 4, 4, 6]))
 
 
 def buffers(layer):
@@ -134,18 +144,6 @@ def test_refused_adapter_changes_nothing(build, index, lora_a, lora_b, error, me
     assert all(torch.equal(now, then) for now, then in zip(buffers(layer), before, strict=True))
 
 
-def test_full_sizes_are_asked_for_on_every_rank():
-    row = RowParallelLinearWithLoRA(RowParallelLinear(8, 10, **TWO))
-    row.create_lora_weights(4, config_for())
-    with pytest.raises(ValueError, match=r"8 .* 4"):
-        row.set_lora(0, torch.ones(2, 4), torch.ones(10, 2))
-    qkv = MergedQKVParallelLinearWithLoRA(QKVParallelLinear(8, 2, 4, 2, **FOUR))
-    qkv.create_lora_weights(4, config_for())
-    a = torch.ones(2, 8)
-    with pytest.raises(ValueError, match=r"slice 1: lora_b .* 4 .* 8"):
-        qkv.set_lora(0, [a, a, a], [torch.ones(8, 2)] * 3)
-
-
 def test_bad_creation():
     layer = ColumnParallelLinearWithLoRA(ColumnParallelLinear(6, 10))
     for given, dtype, error, value in ((0, torch.float32, ValueError, "is 0"), (4, "auto", TypeError, "auto")):
@@ -171,11 +169,140 @@ def test_device_and_weight_of_a_quantised_base(name):
 
 def test_parameters_in_training_fill_a_slot_like_any_tensor():
     """As they come out of a PEFT model that is still being trained: the slot must not become part of its graph."""
-    layer = ColumnParallelLinearWithLoRA(ColumnParallelLinear(6, 7, return_bias=False))
-    layer.create_lora_weights(4, config_for())
+    layer = column()
     layer.set_mapping(used([1, -1]))
-    a, b = random_pair(4, 6, 7)
+    a, b = random_pair(4, 6, 10)
     layer.set_lora(1, torch.nn.Parameter(a), torch.nn.Parameter(b))
     assert not layer.lora_a_stacked[0].requires_grad
     assert torch.equal(layer.lora_b_stacked[0][1, 0, :, :4], b)
-    assert layer(torch.randn(2, 6)).shape == (2, 7)
+    assert layer(torch.randn(2, 6)).shape == (2, 10)
+
+
+def expand(sizes, rows):
+    """Expanded A and B for groups of these rows (None: not adapted), A being the group's index."""
+    a = [None if m is None else torch.tensor([[float(i)]]) for i, m in enumerate(rows)]
+    b = [None if m is None else torch.randn(m, 2) for m in rows]
+    return a, b, *expand_groups(a, b, sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "owner"),
+    [
+        pytest.param((8, 4, 4, 6), (16, 6), (0, 0, 0, 1), id="two-groups-for-four"),
+        pytest.param((8, 4, 4, 6), (None, 4, 6), (None, None, 1, 2), id="none-covers-two"),
+        pytest.param((8, 4, 4, 6), (8, None, 10), (0, None, 2, 2), id="none-in-the-middle"),
+        pytest.param((4, 4, 4, 4), (None, 4, None), (None, 1, None, None), id="fewest-slices-first"),
+    ],
+)
+def test_groups_cover_slices(sizes, rows, owner):
+    a, b, full_a, full_b = expand(sizes, rows)
+    assert len(full_a) == len(full_b) == len(sizes)
+    taken = [0] * len(rows)
+    for size, index, slice_a, slice_b in zip(sizes, owner, full_a, full_b, strict=True):
+        if index is None:
+            assert slice_a is None
+            assert slice_b is None
+        else:
+            assert slice_a is a[index]
+            assert torch.equal(slice_b, b[index][taken[index] : taken[index] + size])
+            taken[index] += size
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "message"),
+    [
+        pytest.param((8, 4, 4, 6), (16, 5), "slice 3 .group 1 .* 5", id="last-too-short"),
+        pytest.param((8, 4, 4, 6), (10, 12), "slice 0 .group 0 .* 10", id="cuts-a-slice"),
+        pytest.param((8, 4, 4, 6), (8, 4), "slice 2", id="too-few-rows"),
+        pytest.param((8, 4), (None, None, None), "2 slices", id="more-nones-than-slices"),
+    ],
+)
+def test_impossible_grouping(sizes, rows, message):
+    with pytest.raises(ValueError, match=message) as info:
+        expand(sizes, rows)
+    assert str(list(sizes)) in str(info.value)
+
+
+@pytest.mark.parametrize("several", ["neither", "a", "b"])
+def test_single_tensors_for_many_slices(several):
+    layer, a, b = variable(), [torch.randn(3, 5) for _ in range(4)], torch.randn(22, 3)
+    a = a if several == "a" else a[:1] * 4
+    layer.set_lora(1, a if several == "a" else a[0], [b[:16], b[16:]] if several == "b" else b)
+    assert all(torch.equal(held[1, 0, :3], given) for held, given in zip(layer.lora_a_stacked, a, strict=True))
+    assert torch.equal(torch.cat([held[1, 0, :, :3] for held in layer.lora_b_stacked]), b)
+    assert layer.lora_ranks[:, 1].tolist() == [3, 3, 3, 3]
+    layer.set_lora(1, a[0], [torch.randn(8, 3), None, None, torch.randn(6, 3)])
+    assert layer.lora_ranks[:, 1].tolist() == [3, 0, 0, 3]
+    assert (layer.lora_a_stacked[1] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("lora_a", "lora_b", "message"),
+    [
+        (torch.ones(3, 5), torch.ones(21, 3), r"22 .*\(21, 3\)"),
+        (torch.ones(3, 5), torch.ones(22), r"\(22,\)"),
+        ([torch.ones(3, 5)] * 2, torch.ones(22, 3), "2 and 4"),
+    ],
+    ids=["rows", "1-d", "two-a"],
+)
+def test_bad_single_tensor(lora_a, lora_b, message):
+    layer = variable()
+    with pytest.raises(ValueError, match=message):
+        layer.set_lora(1, lora_a, lora_b)
+    assert (layer.lora_ranks == 0).all()
+
+
+def test_expansion_splits_by_full_sizes_on_every_rank():
+    base = QKVParallelLinear(6, 2, 4, 2, tp_rank=3, tp_size=4)
+    layer = made(MergedQKVParallelLinearWithLoRA, base)
+    b = torch.arange(16).float().unsqueeze(1)
+    layer.set_lora(0, [torch.ones(1, 6)] * 2, [b[:12], b[12:]])
+    assert [stacked[0, 0, :, 0].tolist() for stacked in layer.lora_b_stacked] == [[6, 7], [10, 11], [14, 15]]
+
+
+def test_slots_are_about_half_as_large():
+    """0.57 of 16 bits with one float32 scale per channel, for a square layer and rank 16 (0.5 + 4 / (2 * 2 * 16))."""
+    sizes = []
+    for fp8 in (None, E4M3):
+        config = LoRAConfig(16, 1, lora_dtype=torch.float16, fp8=fp8)
+        layer = from_layer(ReplicatedLinear(1024, 1024, params_dtype=torch.float16), 1, config, [])
+        sizes.append(layer.slot_bytes)
+    assert sizes[0] == 2 * 16 * 1024 * 2
+    assert sizes[1] / sizes[0] == pytest.approx(0.5625, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "fp8", "other fp8"])
+def test_set_lora_takes_tensors_and_fp8(kind):
+    config = config_for(torch.float32, fp8=E4M3)
+    layer, _ = linear_layer(LINEAR["replicated"], config, place=ALONE)
+    a, b = random_pair(3, IN, 12)
+    form = E5M2 if kind == "other fp8" else E4M3
+    given = (a, b) if kind == "tensor" else (Fp8Matrix.of(a, form), Fp8Matrix.of(b, form))
+    layer.set_lora(1, *given)
+    sources = (a, b) if kind == "tensor" else tuple(matrix.real() for matrix in given)
+    (a_values, a_scale), (b_values, b_scale) = (quantize_per_channel(w) for w in sources)
+    assert torch.equal(layer.lora_a_stacked[0][1, 0, :3].float(), a_values.float())
+    assert torch.equal(layer.lora_b_stacked[0][1, 0, :, :3].float(), b_values.float())
+    assert torch.equal(layer.lora_a_scale[0][1, 0, :3], a_scale)
+    assert torch.equal(layer.lora_b_scale[0][1, 0], b_scale)
+    assert (layer.lora_a_scale[0][1, 0, 3:] == 0).all()
+    assert layer.lora_ranks[0, 1] == 3
+    layer.reset_lora(1)
+    for part in layer.slot_parts():
+        assert (part.matrix(1).float() == 0).all()
+
+
+def test_fp8_in_slots_of_16_bits_and_groups_of_packed_fp8():
+    """Slots of 16 bits hold what FP8 stands for. One B over several slices: its scales are split as it is."""
+    a, b = random_pair(4, IN, 24)
+    whole = Fp8Matrix.of(b, E4M3)
+    layer, plain = (
+        linear_layer(LINEAR["variable"], config_for(torch.bfloat16, fp8=fp8), place=ALONE)[0] for fp8 in (E4M3, None)
+    )
+    for one in (layer, plain):
+        one.set_lora(0, Fp8Matrix.of(a, E4M3), whole)
+    assert torch.equal(torch.cat([scale[0, 0] for scale in layer.lora_b_scale]), whole.scale)
+    held, real = (torch.cat([stacked[0, 0, :, :4].float() for stacked in one.lora_b_stacked]) for one in (layer, plain))
+    assert torch.equal(held, whole.values.float())
+    assert torch.equal(real, whole.real().bfloat16().float())
+    assert torch.equal(plain.lora_a_stacked[0][0, 0, :4], Fp8Matrix.of(a, E4M3).real().bfloat16())

@@ -55,9 +55,9 @@ class Case:
 
 
 class World:
-    """Operands of a case. Weights that no pair may read, and lanes beyond them, are NaN."""
+    """Operands of a case. Weights that no pair may read, and lanes beyond them, are NaN (``poison``)."""
 
-    def __init__(self, case: Case, device: str = "cpu") -> None:
+    def __init__(self, case: Case, device: str = "cpu", poison: bool = True) -> None:
         self.case = case
         self.generator = torch.Generator().manual_seed(case.seed)
         pairs = case.tokens * case.top_k
@@ -87,7 +87,8 @@ class World:
         rank = torch.tensor(case.ranks or (case.rank,) * case.slots, dtype=torch.int32)
         self.ranks = torch.stack([(rank - s * bool(case.ranks)).clamp(min=0) for s in range(case.slices)])
         self.expected = self._expected()
-        self._poison()
+        if poison:
+            self._poison()
         for name in ("mapping", "topk_ids", "weights", "enabled", "x", "y", "expected", "ranks"):
             setattr(self, name, getattr(self, name).to(device))
         for name in ("a", "b", "a_scale", "b_scale"):

@@ -1,4 +1,4 @@
-"""Collectives and helpers of a group, and which group a thread sees."""
+"""Groups: helpers, which one a thread sees, and that what fails on one rank fails on all with one message."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +8,9 @@ import torch
 from punica.parallel import (
     SingleProcessGroup,
     TorchDistGroup,
+    all_ranks_agree,
+    check_same_on_all_ranks,
+    current_group,
     divide,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -15,6 +18,7 @@ from punica.parallel import (
     split_tensor_along_last_dim,
     tensor_parallel,
 )
+from tests.parallel.thread_ranks import on_threads
 
 
 @pytest.mark.parametrize(("a", "b"), [(7, 2), (8, 0), (8, -2)])
@@ -63,3 +67,72 @@ def test_context_is_of_the_thread_and_set_is_of_the_process():
 def test_torch_dist_group_before_initialisation(use):
     with pytest.raises(RuntimeError, match="init_process_group"):
         use(TorchDistGroup())
+
+
+SIZE = 3
+
+
+def on_all_ranks(body) -> list[Exception | str]:
+    def run(rank: int) -> str:
+        with all_ranks_agree():
+            body(rank)
+        return "went on"
+
+    return on_threads(SIZE, run)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (FileNotFoundError("no folder"), FileNotFoundError, "no folder"),
+        (TypeError("no tensor"), TypeError, "no tensor"),
+        (ValueError("größer als ein Byte"), ValueError, "größer als ein Byte"),
+        (UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), ValueError, "can't decode"),
+        (RuntimeError("pinned"), RuntimeError, "pinned"),
+        (MemoryError("full"), MemoryError, "full"),
+        (torch.OutOfMemoryError("full"), torch.OutOfMemoryError, "full"),
+        (KeyError("x"), RuntimeError, "KeyError: 'x'"),
+        (ValueError("\ud800" + "x" * 5000), ValueError, "xxx"),
+    ],
+    ids=["file", "type", "value", "kind of value", "runtime", "memory", "device memory", "other", "too long to send"],
+)
+@pytest.mark.parametrize("failing", [{1}, {0, 1, 2}], ids=str)
+def test_all_fail_alike_when_one_does(error, kind, text, failing) -> None:
+    def body(rank: int) -> None:
+        if rank in failing:
+            raise error if rank == min(failing) else BufferError("another one")
+
+    outcomes = on_all_ranks(body)
+    assert [type(outcome) for outcome in outcomes] == [kind] * SIZE
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    assert str(outcomes[0]).startswith(f"rank {min(failing)} of {SIZE}: ")
+    assert text in str(outcomes[0])
+
+
+@pytest.mark.parametrize("values", [[1, 1, 1], ["a", "b", "a"], [None, 1, 1]])
+def test_values_that_differ_between_ranks_fail_on_all(values) -> None:
+    def run(rank: int) -> str:
+        with all_ranks_agree() as same:
+            same.append(values[rank])
+        return "went on"
+
+    outcomes = on_threads(SIZE, run)
+    if len(set(values)) == 1:
+        assert outcomes == ["went on"] * SIZE
+    else:
+        assert [type(outcome) for outcome in outcomes] == [ValueError] * SIZE
+
+
+def test_one_rank_keeps_its_error_as_it_is() -> None:
+    with pytest.raises(KeyError, match="own"), all_ranks_agree():
+        raise KeyError("own")
+
+
+def test_numbers_that_differ_between_ranks_are_named_on_all_of_them() -> None:
+    same = on_threads(SIZE, lambda rank: check_same_on_all_ranks("a shape", (0, 8)))
+    assert same == [None] * SIZE
+    outcomes = on_threads(SIZE, lambda rank: check_same_on_all_ranks("a shape", (0, 8 if rank else 4)))
+    assert [type(outcome) for outcome in outcomes] == [RuntimeError] * SIZE
+    assert all(str([[0, 4], [0, 8], [0, 8]]) in str(outcome) for outcome in outcomes)
+    assert current_group().world_size == 1
+    check_same_on_all_ranks("alone", (1,))

@@ -31,26 +31,31 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[to
     return whole[GUARD : GUARD + size].view(shape), whole
 
 
+def by_kernel(image, slots, ranks, index):
+    device = slots[0].device
+    write_slot(image.pin_memory() if device.type == "cuda" else image, SlotTable(slots, ranks), index)
+
+
+@pytest.mark.parametrize("write", [slot_image.write_slot, by_kernel], ids=["torch", "kernel"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_equals_plain_torch_and_touches_nothing_else(case, dtype, index, device):
-    shapes = CASES[case]
+def test_replaces_one_slot_and_touches_nothing_else(case, dtype, index, write, device):
+    shapes, device = CASES[case], device if write is by_kernel else "cpu"
     pairs = [guarded((3, 1, *slot), dtype, device) for slot, _ in shapes]
-    slots, whole = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    ranks = torch.full((len(shapes), 3), 9, dtype=torch.int32, device=device)
+    expected = [whole.cpu().clone() for _, whole in pairs]
     parts = [None if part is None else torch.randn(part) for _, part in shapes]
-    image = pack_image([SlotMatrix(part, 0 if part is None else m + 1) for m, part in enumerate(parts)], dtype)
-    expected = [buffer.cpu().clone() for buffer in whole]
-    expected_slots = [
-        buffer[GUARD : GUARD + slot.numel()].view(slot.shape) for buffer, slot in zip(expected, slots, strict=True)
-    ]
-    expected_ranks = ranks.cpu().clone()
-    slot_image.write_slot(image, expected_slots, list(expected_ranks), index)
-    write_slot(image.pin_memory() if device == "cuda" else image, SlotTable(slots, list(ranks)), index)
-    for found, wanted in zip(whole, expected, strict=True):
-        assert torch.equal(found.cpu(), wanted)
-    assert torch.equal(ranks.cpu(), expected_ranks)
+    matrices = [SlotMatrix(part, 0 if part is None else m + 1) for m, part in enumerate(parts)]
+    ranks = torch.full((len(shapes), 3), 9, dtype=torch.int32, device=device)
+    write(pack_image(matrices, dtype), [slots for slots, _ in pairs], list(ranks), index)
+    for (slots, whole), wanted, part in zip(pairs, expected, parts, strict=True):
+        slot = wanted[GUARD : GUARD + slots.numel()].view(slots.shape)[index, 0]
+        slot.zero_()
+        if part is not None:
+            slot[: part.shape[0], : part.shape[1]] = part.to(dtype)
+        assert torch.equal(whole.cpu(), wanted)
+    assert ranks[:, index].tolist() == [matrix.rank for matrix in matrices]
+    assert bool((ranks[:, [i for i in range(3) if i != index]] == 9).all())
 
 
 def test_a_second_write_leaves_no_trace_of_the_first(device):
