@@ -13,7 +13,7 @@
 
 `paper_results/anchors.csv` and `anchors_shapes.csv` hold the public kernels' times on an H200, beside which
 `results/h200/operator_tables.md` shows ours. Same shapes and method here: one CUDA graph, weights from HBM, median of
-replays, the columns of a line (`benches.operator_columns`) one after the other. A time is kept only after its result
+replays, the columns of a line (`benches.operator_sets`) one after the other. A time is kept only after its result
 was checked against float32 references, after one call and after a whole replay. ``torch_loop`` and ``torch_gbmm`` on
 table A's batches of 64 say how alike the two machines and clocks are. By the host's clock `punica` and `wrapper` are
 timed in A and B, per eager call. Cost: a minute or two per table and pass on a GPU, most of it compilation.
@@ -92,16 +92,15 @@ class OperatorTables(Experiment):
         return pd.concat([mine, layer.assign(system="fastest public kernel", value=layer["panel"].map(best))])
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        from experiments.benches import operator_columns
-        from experiments.benches.operator_sets import OperatorSets
+        from experiments.benches import operator_sets
 
         table, operator = point.settings["table"], Operator(**point.settings["operator"])
-        sets = self.kept((table, operator), lambda: OperatorSets(operator))
-        call = operator_columns.COLUMNS[point.system](sets)
+        sets = self.kept((table, operator), lambda: operator_sets.OperatorSets(operator))
+        call = operator_sets.COLUMNS[point.system](sets)
         if cfg.timer.name == HOST_CLOCK:
-            return [Reading("host_latency", operator_columns.eager_us(sets, point.system, call), "us", "median")]
+            return [Reading("host_latency", operator_sets.eager_us(sets, point.system, call), "us", "median")]
         calls = min(MOST_CALLS, CALLS_PER_SET * sets.count)
-        us = operator_columns.checked_us(sets, point.system, call, calls, REPLAYS)
+        us = operator_sets.checked_us(sets, point.system, call, calls, REPLAYS)
         return [Reading("latency", us, "us", "median")]
 
 

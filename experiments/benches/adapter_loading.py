@@ -238,34 +238,25 @@ class Measured:
     step_alone: list[float] = field(default_factory=list)
 
 
-class Stopwatch:
-    """A call to time that notes more than its own duration: a load, a step, or a load and at once a step."""
+class Load:
+    """A load as a call to time, at once followed by a step if there are steps; it notes its own times as well."""
 
-    def __init__(self, bench: Bench, start: Callable[[int], CopyHandle] | None) -> None:
-        self._bench, self._start, self._calls = bench, start, 0
+    def __init__(self, bench: Bench, start: Callable[[int], CopyHandle]) -> None:
+        self._bench, self._start = bench, start
         self._stream = torch.cuda.Stream(bench.device) if bench.device.type == "cuda" else None
         self.host: list[float] = []
-        self.total: list[float] = []
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def __call__(self) -> None:
         before = torch.cuda.current_stream().record_event(_timed()) if self._stream is not None else None
         started = time.perf_counter()
-        if self._start is not None:
-            handle = self._start(self._calls)
-            self.host.append(time.perf_counter() - started)
-            if self._stream is not None and before is not None:
-                with torch.cuda.stream(self._stream):  # where nothing else waits for the load
-                    handle.wait()
-                    self._events.append((before, self._stream.record_event(_timed())))
-            if self._bench.step is None:
+        handle = self._start(len(self.host))
+        self.host.append(time.perf_counter() - started)
+        if self._stream is not None and before is not None:
+            with torch.cuda.stream(self._stream):  # where nothing else waits for the load
                 handle.wait()
-        if self._bench.step is not None:
-            self._bench.step()
-        if self._stream is not None:
-            torch.cuda.current_stream().synchronize()
-        self.total.append(time.perf_counter() - started)
-        self._calls += 1
+                self._events.append((before, self._stream.record_event(_timed())))
+        (self._bench.step or handle.wait)()
 
     def device(self) -> list[float]:
         """Seconds between the events of every load; the device must be idle."""
@@ -281,16 +272,15 @@ def measured(bench: Bench, names: Sequence[str], protocol: timing.Protocol) -> d
     loaders = {name: LOADERS.get(name)(bench) for name in names}
     for name, loader in loaders.items():
         check_loader(bench, name, loader)
-    watches = {name: Stopwatch(bench, loader.start) for name, loader in loaders.items()}
-    alone = Stopwatch(bench, None)
-    calls: dict[str, list[timing.Call]] = {name: [watch] for name, watch in watches.items()}
+    loads = {name: Load(bench, loader.start) for name, loader in loaders.items()}
+    calls: dict[str, list[timing.Call]] = {name: [load] for name, load in loads.items()}
     if bench.step is not None:
-        calls["step alone"] = [alone]
-    taken = len(timing.time_side_by_side(calls, protocol)[names[0]])  # the calls before were for warming up
-    bench.synchronise()
-    found = {}
-    for name, watch in watches.items():
-        total, host, device = watch.total[-taken:], watch.host[-taken:], watch.device()[-taken:]
-        steps = [] if bench.step is None else [total, alone.total[-taken:]]
-        found[name] = Measured((device or host) if steps else total, host, device, *steps)
+        calls["step alone"] = [bench.step]
+    samples = timing.time_side_by_side(calls, protocol)
+    alone, found = samples.get("step alone"), {}
+    for name, load in loads.items():
+        taken = len(samples[name])  # the calls before were for warming up
+        host, device = load.host[-taken:], load.device()[-taken:]
+        of_step = [samples[name], alone] if alone else []
+        found[name] = Measured((device or host) if alone else samples[name], host, device, *of_step)
     return found

@@ -3,20 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from experiments.benches.model_steps import Invocation, llama_config, random_llama, spans, step_tokens
+from experiments.benches.model_steps import Invocation, random_llama, spans, step_tokens, with_adapters
 from experiments.benches.operators import TOLERANCE, Problem, step_of, weights_of
 from experiments.harness import Config, Reading
 from experiments.harness.experiment import check, difference
 from experiments.harness.schema import DType
 from experiments.measure.timing import Call
-from punica.adapters import LoRAModelManager, random_adapter
 from punica.adapters.synthetic import LLAMA_LORA_MODULES
-from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 from punica.ops.quant import dequantize, quantize_per_channel
 from punica.ops.scales import PER_CHANNEL
@@ -98,13 +96,8 @@ def model_errors(cfg: Config, systems: Sequence[str], requests: int, prompt: int
 def _logits(cfg: Config, fp8: torch.dtype | None, requests: int, prompt: int, rank: int) -> tuple[Tensor, int]:
     """Logits [T, vocab] of prompts that have an adapter each, and the bytes of a slot."""
     llama = random_llama(cfg.model, cfg.hardware.device)
-    lora = LoRAConfig(max_lora_rank=rank, max_loras=requests, target_modules=list(LLAMA_LORA_MODULES), fp8=fp8)
-    vocab_size, config = cfg.model.vocab_size, llama_config(cfg.model)
-    manager = LoRAModelManager(llama, requests, requests * prompt, vocab_size, lora, cfg.hardware.device)
-    dtype = getattr(torch, cfg.model.dtype.name)
-    for i in range(1, requests + 1):
-        manager.add_adapter(random_adapter(i, config, rank, cfg.adapters.seed + i, dtype=dtype))
-        manager.activate_adapter(i)
+    lora: Any = {"target_modules": list(LLAMA_LORA_MODULES), "fp8": fp8}
+    manager = with_adapters(llama, rank, requests, requests * prompt, cfg.adapters.seed, **lora)
     ids = [i for i in range(1, requests + 1) for _ in range(prompt)]
     manager.set_adapter_mapping(LoRAMapping(ids, ids, is_prefill=True))
     torch.manual_seed(cfg.adapters.seed)  # the cache holds noise

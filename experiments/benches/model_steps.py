@@ -4,6 +4,7 @@ without requests, over a cache of noise. On a GPU a step is a CUDA graph, as the
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import LlamaConfig
@@ -46,6 +47,18 @@ def random_llama(model: ModelConf, device: str, layers: int | None = None, **for
     llama = LlamaForCausalLM(llama_config(model, layers), getattr(torch, model.dtype.name), device, **form)
     llama.init_random_weights(0)
     return llama
+
+
+def with_adapters(
+    llama: LlamaForCausalLM, rank: int, count: int, most_rows: int, seed: int = 0, **lora: Any
+) -> LoRAModelManager:
+    """Wrap `llama` for `count` random adapters of `rank`, all in slots; `lora`: further fields of `LoRAConfig`."""
+    head, config = llama.lm_head.weight, LoRAConfig(max_lora_rank=rank, max_loras=count, **lora)
+    manager = LoRAModelManager(llama, count, most_rows, llama.config.vocab_size, config, head.device)
+    for i in range(1, count + 1):
+        manager.add_adapter(random_adapter(i, llama.config, rank, seed + i, dtype=head.dtype))
+        manager.activate_adapter(i)
+    return manager
 
 
 def captured(function: Callable[[], torch.Tensor]) -> CapturedRun:
@@ -168,13 +181,7 @@ class LayerBench:
         self.rotary = llama.model.rotary
         self.hidden_size = model.hidden_size
         self.dtype = getattr(torch, model.dtype.name)
-        self.manager = LoRAModelManager(
-            llama, slots, slots, model.vocab_size, LoRAConfig(max_lora_rank=rank, max_loras=slots), device
-        )
-        config = llama_config(model, layers=1)
-        for adapter_id in range(1, slots + 1):
-            self.manager.add_adapter(random_adapter(adapter_id, config, rank, adapter_id, dtype=self.dtype))
-            self.manager.activate_adapter(adapter_id)
+        self.manager = with_adapters(llama, rank, slots, slots)
 
     def rows(self, batch_size: int) -> torch.Tensor:
         """Hidden states `[batch_size, hidden]`, the same first rows for every batch size."""

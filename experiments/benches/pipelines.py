@@ -13,7 +13,7 @@ from experiments.benches.engine_steps import lora_manager
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
 from experiments.systems.weights import Limits, Weights
-from punica.adapters import LoRAModel, LoRARequest, PEFTHelper
+from punica.adapters import LoRARequest
 from punica.engine import Engine, Request
 from punica.scheduling import RequestState, SamplingParams
 
@@ -109,17 +109,11 @@ class Pipelines:
             config = replace(self._limits.engine_config(lora=True), prefix_cache=way.cached)
             lora = config.lora_config(self._rank, max_loras=config.max_batch_size)
             engine = Engine(self._weights.backbone(), lora, config, warm_up=False)
+            fields = {"alora_invocation_tokens": list(INVOCATION)} if way.activated else {}
             for adapter in range(1, config.max_batch_size + 1):
-                lora_manager(engine).add_adapter(self._adapter(adapter, way))
+                lora_manager(engine).add_adapter(self._weights.adapter(adapter, **fields))
             self._engines[name] = engine
         return self._engines[name]
-
-    def _adapter(self, number: int, way: Way) -> LoRAModel:
-        config = {"r": self._rank, "lora_alpha": 16.0, "target_modules": self._weights.target_modules}
-        if way.activated:
-            config["alora_invocation_tokens"] = list(INVOCATION)
-        tensors = self._weights.adapter_tensors(number)
-        return LoRAModel.from_lora_tensors(number, tensors, PEFTHelper.from_dict(config))
 
     def _tokens(self, draw: random.Random, count: int) -> tuple[int, ...]:
         return tuple(draw.randrange(FIRST_TOKEN, self._weights.vocab_size) for _ in range(count))

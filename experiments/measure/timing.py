@@ -68,15 +68,12 @@ def time_side_by_side(
         for i in range(protocol.warmup):
             options[i % len(options)]()
     _synchronise(protocol.device)
-    flush = _flusher(protocol)
-    first = next(iter(calls))
-    samplers: dict[Name, Callable[[int], float]] = {}
-    for name, options in calls.items():
-        empty = (lambda: None) if apart and name != first else flush
-        if protocol.timer == "cuda_graph":
-            samplers[name] = _cuda_graph(options)
-        else:
-            samplers[name] = _host_clock(options, empty, protocol.device)
+    flush, first = _flusher(protocol), next(iter(calls))
+    samplers = {
+        name: _cuda_graph(options) if protocol.timer == "cuda_graph"
+        else _host_clock(options, (lambda: None) if apart and name != first else flush, protocol.device)
+        for name, options in calls.items()
+    }  # fmt: skip
     samples: dict[Name, list[float]] = {name: [] for name in calls}
     with no_garbage_collection():
         for i in protocol.turns(len(calls)):

@@ -4,6 +4,7 @@ ones, D10, or `sets`; others are copies), the limits of a batch.
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import LlamaConfig
@@ -84,8 +85,8 @@ class Weights:
             self._adapters[index] = drawn
         return drawn
 
-    def adapter(self, adapter_id: int) -> LoRAModel:
-        config = {"r": self.rank, "lora_alpha": self.alpha, "target_modules": self.target_modules}
+    def adapter(self, adapter_id: int, **fields: Any) -> LoRAModel:
+        config = {"r": self.rank, "lora_alpha": self.alpha, "target_modules": self.target_modules, **fields}
         return LoRAModel.from_lora_tensors(adapter_id, self.adapter_tensors(adapter_id), PEFTHelper.from_dict(config))
 
 

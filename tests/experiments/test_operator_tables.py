@@ -117,9 +117,8 @@ def test_a_batch_of_experts_is_measured_on_a_gpu(tmp_path):
 
 INTERPRETED = """
 import sys
-from experiments.benches.operator_columns import COLUMNS
 from experiments.benches.operator_lines import Operator
-from experiments.benches.operator_sets import OperatorSets
+from experiments.benches.operator_sets import COLUMNS, OperatorSets
 
 kind, *names = sys.argv[1:]
 op = {"slices": Operator(64, (24, 16), 16, (2, 1)), "ranks": Operator(64, (32,), 32, (1, 2), (8, 32))}.get(kind)
