@@ -8,15 +8,12 @@ import numpy as np
 from transformers import LlamaConfig
 
 from punica.adapters import LoRARequest, write_random_adapter
-from punica.cluster.dispatcher import Dispatcher
-from punica.cluster.runner import Runner, random_engine
+from punica.cluster.dispatcher import Dispatcher, EndedStep
+from punica.cluster.runner import Runner, StepCommand, random_engine
 from punica.engine import Engine, EngineConfig, Request, SamplingParams
-from tests.world import reading_beside
+from tests.world import SIZES, reading_beside
 
-MODEL = LlamaConfig(
-    hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=256, max_position_embeddings=128, initializer_range=0.15,
-)  # fmt: skip
+MODEL = LlamaConfig(**SIZES)
 RANKS = {1: 4, 2: 16, 3: 8}
 
 
@@ -75,6 +72,10 @@ class LocalRunners:
             dispatcher.join(uuid, runner.describe())
         return cls(dispatcher, runners)
 
+    def step(self, uuid: str, command: StepCommand | None = None) -> EndedStep:
+        """Run a step of a runner, this one or its next."""
+        return self.dispatcher.end(uuid, self.runners[uuid].step(command or self.dispatcher.begin(uuid)))
+
     def replace(self, uuid: str, **engine) -> None:
         """Add a new runner in place of one that died."""
         self.runners[uuid] = new_runner(**engine)
@@ -88,7 +89,7 @@ def run(world: LocalRunners) -> dict[str, str | None]:
         uuid = max(world.dispatcher.startable)
         command = world.dispatcher.begin(uuid)
         if command is not None:
-            ended = world.dispatcher.end(uuid, world.runners[uuid].step(command))
+            ended = world.step(uuid, command)
             failed |= {state.request_id: state.error for state in ended.failed}
     return failed
 

@@ -5,18 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from punica.adapters import LoRARequest
-from punica.cluster.dispatcher import EndedStep
 from punica.engine import Request
 from punica.engine.runner import ModelRunner
-from tests.cluster.runner_world import LocalRunners, requests, run, undisturbed, write_adapters
+from tests.cluster.runner_world import LocalRunners, requests, run, undisturbed
 
 NAME = "runner-0"
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LoRARequest]:
-    return write_adapters(tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["in turn", "ahead"])
@@ -24,10 +17,6 @@ def works_ahead(request, monkeypatch) -> bool:
     """Steps one after the other, as on a CPU, and launched ahead, as on a GPU."""
     monkeypatch.setattr(ModelRunner, "works_ahead", request.param)
     return request.param
-
-
-def step(world: LocalRunners) -> EndedStep:
-    return world.dispatcher.end(NAME, world.runners[NAME].step(world.dispatcher.begin(NAME)))
 
 
 class SlowWorld:
@@ -39,7 +28,7 @@ class SlowWorld:
         self.expected = undisturbed(self.asked)
         self.world, self.disk = LocalRunners.of(1, beside=True), threading.Event()
         self.first = self.world.dispatcher.add(self.asked[0])
-        self.step()
+        self.world.step(NAME)
         manager = self.world.runners[NAME].engine.manager
         real = manager.read_adapter
 
@@ -50,20 +39,13 @@ class SlowWorld:
         monkeypatch.setattr(manager, "read_adapter", read)
         self.second = self.world.dispatcher.add(self.asked[1])
 
-    def step(self) -> EndedStep:
-        return step(self.world)
-
-    def open(self) -> None:
-        self.disk.set()
-        self.world.runners[NAME].engine._residency._readers.readings.popitem()[1].exception(60)
-
 
 def test_the_batch_goes_on_and_the_scheduler_counts_right(adapters, monkeypatch) -> None:
     slow = SlowWorld(adapters, monkeypatch)
     third = slow.world.dispatcher.add(slow.asked[2])
     gpu = slow.world.dispatcher.policy.gpus[NAME]
     for held in range(5):
-        ended = slow.step()
+        ended = slow.world.step(NAME)
         assert ended.tokens.keys() == {"first"}
         assert (ended.work.decodes, ended.work.prefill_tokens) == (1, 0)
         assert slow.first.num_generated == 2 + held
@@ -96,11 +78,8 @@ class Queue:
         self.expected = undisturbed(self.asked)
         self.world = LocalRunners.of(1)
         self.states = {one.request_id: self.world.dispatcher.add(one) for one in self.asked[:1]}
-        self.step()
+        self.world.step(NAME)
         self.states |= {one.request_id: self.world.dispatcher.add(one) for one in self.asked[1:]}
-
-    def step(self) -> EndedStep:
-        return step(self.world)
 
     def num_tokens(self) -> list[int]:
         return [state.num_generated for state in self.states.values()]
@@ -109,10 +88,10 @@ class Queue:
 def test_one_prompt_joins_with_every_step(adapters, works_ahead) -> None:
     """Also where engines launch steps ahead: the next prompt is in the runner before the one that waits has joined."""
     queue = Queue(adapters)
-    late = [queue.step() for _ in range(int(works_ahead))]
+    late = [queue.world.step(NAME) for _ in range(int(works_ahead))]
     assert [ended.work.prefill_tokens for ended in late] == [0] * works_ahead
     for joined in range(3):
-        assert queue.step().work.prefill_tokens == 3
+        assert queue.world.step(NAME).work.prefill_tokens == 3
         assert queue.num_tokens()[1:] == [*range(joined + 1, 0, -1), *[0] * (2 - joined)]
     assert run(queue.world) == {}
     assert {name: state.output_token_ids for name, state in queue.states.items()} == queue.expected
@@ -122,7 +101,7 @@ def test_a_token_before_its_turn_is_a_contradiction(adapters, works_ahead) -> No
     if not works_ahead:
         pytest.skip("no prompt waits in line in a runner")
     queue = Queue(adapters)
-    queue.step()
+    queue.world.step(NAME)
     reply = queue.world.runners[NAME].step(queue.world.dispatcher.begin(NAME))
     behind = next(iter(reply.waiting))
     assert behind.startswith("request-2")
@@ -135,7 +114,7 @@ def test_nobody_else_may_wait_in_a_runner(adapters) -> None:
     world = LocalRunners.of(1)
     for request in requests(adapters, 2, seeded=True):
         world.dispatcher.add(request)
-    step(world)
+    world.step(NAME)
     reply = world.runners[NAME].step(world.dispatcher.begin(NAME))
     decoding = next(name for name in reply.tokens if name.startswith("request-0"))
     tokens = {name: token for name, token in reply.tokens.items() if name != decoding}

@@ -13,12 +13,7 @@ from punica.cluster.dispatcher import Dispatcher
 from punica.cluster.runner import Runner, StepCommand
 from punica.engine import Engine, Request, SamplingParams
 from punica.engine.runner import ModelRunner
-from tests.cluster.runner_world import LocalRunners, factory, new_runner, requests, run, undisturbed, write_adapters
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LoRARequest]:
-    return write_adapters(tmp_path_factory.mktemp("adapters"))
+from tests.cluster.runner_world import LocalRunners, factory, new_runner, requests, run, undisturbed
 
 
 class Disturbed:
@@ -58,7 +53,7 @@ class Disturbed:
 
     def end_one(self) -> None:
         uuid = self.random.choice(sorted(self.in_flight))
-        ended = self.world.dispatcher.end(uuid, self.world.runners[uuid].step(self.in_flight.pop(uuid)))
+        ended = self.world.step(uuid, self.in_flight.pop(uuid))
         for name, token in ended.tokens.items():
             self.tokens[name].append(token)
         assert not ended.failed
@@ -140,8 +135,7 @@ def test_log_probabilities_are_those_of_an_engine(adapters) -> None:
     world = LocalRunners.of(2)
     state = world.dispatcher.add(request)
     for _ in range(4):
-        command = world.dispatcher.begin("runner-1")
-        world.dispatcher.end("runner-1", world.runners["runner-1"].step(command))
+        world.step("runner-1")
     world.dispatcher.leave("runner-1")  # goes on elsewhere
     run(world)
     assert world.dispatcher.recomputed == ["r"]
@@ -246,12 +240,6 @@ def test_ranks_reach_the_rule(adapters) -> None:
     assert sorted(member.rank for member in world.dispatcher.policy.gpus["runner-0"].members.values()) == [0, 16]
 
 
-def step_of(world: LocalRunners, uuid: str) -> None:
-    command = world.dispatcher.begin(uuid)
-    assert command is not None
-    world.dispatcher.end(uuid, world.runners[uuid].step(command))
-
-
 @pytest.mark.parametrize("in_flight", [False, True], ids=["between steps", "in a step"])
 def test_the_last_request_of_a_runner_leaves_with_the_next_step(adapters, in_flight: bool) -> None:
     world = LocalRunners.of(1)
@@ -259,17 +247,17 @@ def test_the_last_request_of_a_runner_leaves_with_the_next_step(adapters, in_fli
     free = engine.blocks.num_free
     for name in ("a", "b"):
         world.dispatcher.add(Request(name, [1] * 10, 30, adapters[1]))
-    step_of(world, uuid)
-    step_of(world, uuid)
+    world.step(uuid)
+    world.step(uuid)
     command = world.dispatcher.begin(uuid) if in_flight else None
     for name in ("a", "b"):
         world.dispatcher.abort(name)
     if command is not None:
         assert not world.dispatcher.startable  # a step at a time
-        world.dispatcher.end(uuid, world.runners[uuid].step(command))
+        world.step(uuid, command)
     assert engine.blocks.num_free < free
     assert world.dispatcher.startable == {uuid}
-    step_of(world, uuid)
+    world.step(uuid)
     assert engine.blocks.num_free == free
     assert not engine.has_unfinished()
     assert not world.dispatcher.startable
@@ -286,7 +274,7 @@ def test_requests_that_come_during_an_empty_step_are_served_by_the_next(adapters
     assert command is not None
     states = [world.dispatcher.add(request) for request in asked]
     assert not world.dispatcher.startable
-    world.dispatcher.end("runner-0", world.runners["runner-0"].step(command))
+    world.step("runner-0", command)
     assert run(world) == {}
     assert {state.request_id: state.output_token_ids for state in states} == undisturbed(asked)
 
@@ -300,7 +288,7 @@ def test_a_probe_steps_idle_runners_once() -> None:
     idle = world.runners.keys() - {busy}
     assert world.dispatcher.startable == idle
     for uuid in idle:
-        step_of(world, uuid)
+        world.step(uuid)
     assert not world.dispatcher.startable
-    world.dispatcher.end(busy, world.runners[busy].step(command))
+    world.step(busy, command)
     assert world.dispatcher.startable == {busy}

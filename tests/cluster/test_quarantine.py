@@ -5,19 +5,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from punica.adapters import LoRARequest
 from punica.cluster import ClusterPolicy
 from punica.cluster.dispatcher import Dispatcher
 from punica.cluster.quarantine import MAX_SHARED_CRASHES, MAX_SOLO_CRASHES, PROBATION_TOKENS, CrashRecord
 from punica.engine import Request, RequestState, SamplingParams
-from tests.cluster.runner_world import LocalRunners, requests, run, undisturbed, write_adapters
+from tests.cluster.runner_world import LocalRunners, requests, run, undisturbed
 
 MOST_DEATHS = MAX_SHARED_CRASHES + 1 + MAX_SOLO_CRASHES
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LoRARequest]:
-    return write_adapters(tmp_path_factory.mktemp("adapters"))
 
 
 @dataclass
@@ -54,7 +48,7 @@ class Deadly:
             self.failed += self.dispatcher.died(uuid, f"death {self.deaths}")
             self.world.replace(uuid)
             return
-        ended = self.dispatcher.end(uuid, self.world.runners[uuid].step(command))
+        ended = self.world.step(uuid, command)
         self.failed += ended.failed
 
     def check_quarantine(self) -> None:
@@ -165,7 +159,7 @@ def test_who_has_left_a_runner_is_not_blamed_for_its_death(adapters, taken_out) 
 
     def step() -> str:
         uuid = world.dispatcher.startable.pop()
-        world.dispatcher.end(uuid, world.runners[uuid].step(world.dispatcher.begin(uuid)))
+        world.step(uuid)
         return uuid
 
     uuid = step()

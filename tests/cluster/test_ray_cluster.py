@@ -10,19 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from punica.adapters import LoRARequest
 from punica.cluster import ray_runners
 from punica.cluster.ray_cluster import LostRunner, RayCluster
 from punica.cluster.ray_runners import RunnerResources, Timeouts, connect, import_ray
 from punica.engine import Request
-from tests.cluster.runner_world import factory, requests, undisturbed, write_adapters
+from tests.cluster.runner_world import factory, requests, undisturbed
 
 ray = pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LoRARequest]:
-    return write_adapters(tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="module")
