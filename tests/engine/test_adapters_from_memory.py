@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from punica.adapters import LoRARequest, PEFTHelper
-from punica.engine import Engine, Request, RequestStatus
-from tests.world import finish, is_of, reading_beside, step_until_it_runs, tokens_of
+from punica.engine import Engine, Request
+from tests.world import finish, reading_beside, tokens_of
 
 ID = 9
 
@@ -60,20 +60,6 @@ def test_tokens_are_those_of_the_folder_whatever_becomes_of_the_tensors(backbone
     assert tokens_of(results) == [backbone.generate_merged((1, 7, version), version, 6) for version in (2, 4, 5)]
 
 
-def test_replaced_while_it_serves_each_request_has_one_version(backbone, engine, loads) -> None:
-    states = []
-    for version in (1, 2, 3, 2):
-        adapter = in_memory(backbone, version)
-        for i in range(2):
-            states.append((engine.add_request(Request(f"{len(states)}", [version, 7, i], 12, adapter)), version))
-        step_until_it_runs(engine, states[-1][0])  # the next version comes while this one runs
-    finish(engine)
-    assert all(is_of(backbone, state, version) for state, version in states)
-    assert len(loads) == 4
-    if engine._residency._reads_beside:
-        assert threading.main_thread() not in [thread for _, thread in loads[1:]], "packed beside the steps of others"
-
-
 def test_the_same_tensors_are_loaded_once_however_often_they_are_asked_for(backbone, engine, loads) -> None:
     adapter = in_memory(backbone, 2)
     for _ in range(3):
@@ -91,24 +77,3 @@ def test_another_version_is_refused_while_one_is_in_use_unless_it_may_replace_it
     finish(engine)
     results = engine.generate([(1, 7)], in_memory(backbone, 2, load_inplace=False), 3)
     assert tokens_of(results) == [backbone.generate_merged((1, 7), 2, 3)]
-
-
-@pytest.mark.parametrize("when", ["arrival", "numbers"])
-def test_bad_tensors_leave_the_version_before(backbone, engine, when) -> None:
-    old = engine.add_request(Request("old", [1, 7], 8, in_memory(backbone, 1)))
-    step_until_it_runs(engine, old)
-    tensors = tensors_of(backbone, 2)
-    name = next(iter(tensors))
-    tensors[name] = tensors[name][:, :-1] if when == "arrival" else tensors[name] * float("inf")
-    bad = in_memory(backbone, 2, tensors=tensors)
-    if when == "arrival":
-        with pytest.raises(ValueError, match=r"adapter 'policy' from 'tensors \w+'"):
-            engine.add_request(Request("bad", [1], 3, bad))
-    else:
-        state = engine.add_request(Request("bad", [1], 3, bad))
-        while state.status is not RequestStatus.FAILED:
-            engine.step()
-        assert "contains NaN or inf" in state.error
-    later = engine.add_request(Request("later", [4, 7], 5, old.adapter))
-    finish(engine)
-    assert (is_of(backbone, old, 1), is_of(backbone, later, 1)) == (True, True)

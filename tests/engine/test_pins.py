@@ -22,27 +22,6 @@ def pin(engine: Engine, backbone, *ids: int) -> None:
         engine.manager.pin_adapter(i)
 
 
-@pytest.mark.parametrize(
-    ("rule", "pinned"),
-    [("fcfs", (6, 5)), ("fcfs_many", (6,)), ("resident_first", (2,)), ("single_adapter", (6, 5)), ("static", (2,)),
-     ("static_mixed", (6,))],
-)  # fmt: skip
-def test_mixed_requests_are_served_beside_pins(backbone, serve, mixed_wishes, mixed_tokens, rule, pinned) -> None:
-    """Pins of adapters that are in use, and of others."""
-    engine = backbone.engine(rule, max_loras=3)
-    pin(engine, backbone, *pinned)
-    step = engine.step
-
-    def step_and_check():
-        output = step()
-        assert set(pinned) <= set(engine.manager.lora_index_to_id), "active after every step"
-        return output
-
-    engine.step = step_and_check
-    assert serve(engine, mixed_wishes[:8]) == mixed_tokens[:8]
-    assert engine.manager.pinned_adapters == set(pinned)
-
-
 def test_a_request_that_could_wait_for_ever_is_refused_on_arrival(backbone) -> None:
     engine = backbone.engine(max_loras=2)
     pin(engine, backbone, 1, 2)

@@ -44,7 +44,7 @@ def plain(world) -> Engine:
 def random_engine(world: Backbone, chance: Random) -> Engine:
     """An engine whose cache holds NaN."""
     size, rule = chance.choice((1, 2, 4, 16)), chance.choice(RULES)
-    sizes = {"block_size": size, "max_batch_size": chance.choice((1, 2, 4)), "max_loras": chance.choice((1, 2, 5))}
+    sizes = {"block_size": size, "max_batch_size": chance.choice((1, 2, 4)), "max_loras": chance.choice((1, 2, 3, 5))}
     sizes |= {"num_blocks": max(60 // size, -(-44 // size))} if chance.random() < 0.7 else {}
     sizes |= {"prefill_chunk": chance.choice((1, 3, 8, 40))} if rule == "chunked" else {}
     sizes |= {"prefix_cache": rule != "static_mixed" and chance.random() < 0.6}
@@ -69,7 +69,7 @@ def random_request(world: Backbone, chance: Random, name: str, states: list[Requ
         before = chance.choice(ended)
         prompt, adapter = before.token_ids, before.adapter
     else:
-        mixture = {world.adapters[1]: 0.5, world.adapters[2]: 0.25} if slots > 1 else None
+        mixture = {world.adapters[1]: 0.5, world.adapters[2]: 0.25} if slots > 2 else None
         prompt = [*chance.choice(STEMS)[: chance.randint(1, 20)]]
         adapter = chance.choice((None, None, mixture, *(world.adapters[number] for number in (1, 2, 4, 11))))
     prompt += chance.choice(((), INVOCATION[1:], chance.choices(range(VOCAB), k=chance.randint(1, 4))))
@@ -120,17 +120,18 @@ def disturb(world: Backbone, engine: Engine, chance: Random) -> None:
         manager.add_adapter(world.adapters[chance.choice((1, 2, 4, 5))])
     if chance.random() < 0.1:
         manager.remove_adapter(chance.choice(list(world.adapters)))
-    if chance.random() < 0.1 and manager.lora_slots > 3:  # a mixture needs two of the others
+    if chance.random() < 0.1 and manager.lora_slots in (2, 5):  # a mixture needs two of the others
         for number in [*manager.pinned_adapters]:
             manager.unpin_adapter(number)
         if (number := chance.choice(list(world.adapters))) in manager.list_adapters():
             manager.pin_adapter(number)
 
 
-def check_blocks(engine: Engine) -> None:
-    """Blocks are counted as they are owned, and no running request has one that another computes at the moment."""
+def check_state(engine: Engine) -> None:
+    """Check that blocks are counted as they are owned, that none is shared that is being computed, and pins."""
     tables = [engine.blocks.block_table(owner) for owner in engine.blocks.owners()]
     assert engine.blocks.num_free == engine.blocks.num_blocks - len({block for table in tables for block in table})
+    assert engine.manager.pinned_adapters <= {*engine.manager.lora_index_to_id}
     if engine.blocks.is_shared:
         assert {len(tokens) for _, tokens, _ in engine.blocks._entries} <= {engine.blocks.block_size}
     if (state := engine.scheduler.partial) is not None:
@@ -168,7 +169,7 @@ def test_random_runs(world, plain: Engine, monkeypatch, seed: int) -> None:
         output = step_or_fail(engine, chance, monkeypatch)
         for name, token in ({} if output is None else output.tokens).items():
             seen.setdefault(name, []).extend((*output.earlier.get(name, ()), token))
-        check_blocks(engine)
+        check_state(engine)
         spoil(engine)
     check_results(engine, plain, states, expected)
     assert seen == {state.request_id: state.output_token_ids for state in states if state.output_token_ids}

@@ -117,19 +117,6 @@ def test_one_load_serves_all_that_had_arrived_and_the_next_arrival_loads_again(b
     assert loads == [1, 2]
 
 
-def test_a_preempted_request_whose_version_left_the_cache_has_it_again(backbone, tenant) -> None:
-    """Host memory for one adapter: another one takes its place while it waits, and its folder changes."""
-    engine = backbone.engine(max_loras=1, max_batch_size=1)
-    state = engine.add_request(Request("a", [1, 7], 12, tenant.asks()))
-    steps(engine, 3)
-    engine.scheduler.preempt(state)
-    tenant.write(2)
-    engine.manager.add_adapter(backbone.adapters[3])
-    assert engine.manager.get_adapter(ID) is None
-    finish(engine)
-    assert is_of(backbone, state, 1)
-
-
 @pytest.mark.parametrize(("by", "slots"), [("request", None), ("model", 1)])
 def test_replacing_by_hand_under_a_running_request_changes_no_token_of_it(backbone, tenant, by, slots) -> None:
     """With one slot the versions take turns: they must not count as one adapter when a step is planned."""

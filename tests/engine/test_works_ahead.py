@@ -1,6 +1,5 @@
 """Overlap scheduling: the next step is launched during this one; a wrong guess costs no token."""
 
-from shutil import copytree, rmtree
 from unittest.mock import Mock
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 
 from experiments.simulator import StepCost, Trace, simulate
 from experiments.workload import RequestLengths
-from punica.adapters import LoRARequest
 from punica.cluster import ClusterPolicy
 from punica.engine import Engine, Request
 from punica.engine.overlap import Overlap
@@ -47,19 +45,6 @@ def finish(engine: Engine) -> dict[str, list[int]]:
 def test_tokens_of_requests_that_join_leave_and_go_on(backbone, mixed_wishes, mixed_tokens, serve, begun) -> None:
     assert serve(backbone.engine(max_batch_size=4), mixed_wishes) == mixed_tokens
     assert sum(layout.num_prefill_rows > 0 for layout in begun) == 15, "all but the first join a step launched ahead"
-
-
-def test_cancelled_preempted_and_new_requests(backbone, begun) -> None:
-    engine = backbone.engine(block_size=4, num_blocks=12)
-    states = [backbone.ask(engine, f"r{i}", [i + 1] * 3, i % 4, 20) for i in range(6)]
-    steps(engine, 9)
-    engine.abort_request("r2")
-    steps(engine, 2)
-    late = backbone.ask(engine, "late", [9, 9], 5, 20)
-    finish(engine)
-    assert states.pop(2).finish_reason == "aborted"
-    assert are_served(backbone, *states, late)
-    assert sum(state.preemptions for state in states) > 0
 
 
 @pytest.mark.parametrize("works_ahead", [True, False])
@@ -181,20 +166,6 @@ def test_a_step_that_is_forgotten_queues_its_prompts_again(backbone, begun) -> N
     assert [request.request_id for request in engine.scheduler.waiting] == ["r1", "r2"]
     finish(engine)
     assert are_served(backbone, *states)
-
-
-def test_an_adapter_that_cannot_be_loaded_ahead_fails_its_request_alone(backbone, begun, tmp_path) -> None:
-    folder = copytree(backbone.adapters[3].lora_path, tmp_path / "adapter")
-    engine = backbone.engine(max_batch_size=3)
-    first = backbone.ask(engine, "first", [5], 1, 6)
-    engine.add_request(Request("broken", [6], 6, LoRARequest("broken", 3, str(folder))))
-    behind = backbone.ask(engine, "behind", [7], 2, 6)
-    rmtree(folder)
-    output = engine.step()
-    assert [(result.request_id, result.finish_reason) for result in output.failed] == [("broken", "failed")]
-    assert output.tokens.keys() == {"first"}
-    finish(engine)
-    assert are_served(backbone, first, behind)
 
 
 def test_a_static_batch_goes_on_with_the_begun_step_when_a_member_stops(backbone, monkeypatch) -> None:

@@ -124,19 +124,6 @@ def test_exhaustion_preempts_the_newest_which_returns_first() -> None:
     assert all(len(request.output_token_ids) == 13 for request in requests)
 
 
-def test_preempted_requests_return_to_the_head_in_order() -> None:
-    scheduler = make_scheduler(num_blocks=12)
-    requests = [make(name, prompt=4, new=13) for name in "abcd"]
-    for request in requests:
-        scheduler.add(request)
-    while len(scheduler.running) < 3:
-        advance(scheduler)
-    scheduler.preempt(scheduler.running[-1])
-    scheduler.preempt(scheduler.running[-1])
-    assert names(scheduler.waiting) == "bcd"
-    check_invariants(scheduler)
-
-
 @pytest.mark.parametrize("blocks", [3, 4])
 def test_joining_leaves_a_block_for_all_to_grow_into(blocks) -> None:
     """A spare one for each of the batch, the new one included."""
@@ -146,13 +133,6 @@ def test_joining_leaves_a_block_for_all_to_grow_into(blocks) -> None:
     plans = drain(scheduler)
     assert [names(plan.prefills) for plan in plans] == ["a", "", "", "", "", "b", "", "", "", ""]
     assert not any(plan.preempted for plan in plans)
-
-
-def test_request_that_needs_the_whole_pool_runs_alone() -> None:
-    scheduler = make_scheduler(num_blocks=4)
-    for name in "ab":
-        scheduler.add(make(name, prompt=13, new=4))  # 16 tokens: all 4 blocks
-    assert [names(plan.prefills) for plan in drain(scheduler)] == ["a", "", "", "", "b", "", "", ""]
 
 
 def test_head_of_the_queue_waits_for_a_slot_without_being_overtaken() -> None:
@@ -180,15 +160,6 @@ def test_a_request_is_taken_out_wherever_it_is(rule) -> None:
     scheduler.remove(requests[1])
     assert scheduler.running == []
     assert [names(plan.prefills) for plan in drain(scheduler)] == ["d", ""]
-
-
-def test_a_finished_member_of_a_batch_can_be_taken_out() -> None:
-    scheduler = filled(make_scheduler("static", batch=2), a=(1, 0), b=(3, 0))
-    (short, _) = scheduler.waiting
-    advance(scheduler)
-    scheduler.remove(short)
-    plan = advance(scheduler)
-    assert (names(plan.decodes), names(plan.idle)) == ("b", "")
 
 
 # --- adapters in slots go first, up to a limit of overtakes -----------------------------------------------------------
