@@ -24,8 +24,6 @@ from layer_cases import (
 from torch import nn
 
 from punica.layers import (
-    ColumnParallelLinearWithLoRA,
-    MergedColumnParallelLinearWithLoRA,
     MergedQKVParallelLinearWithLoRA,
     RowParallelLinearWithLoRA,
     from_layer,
@@ -38,7 +36,7 @@ from punica.parallel import (
     RowParallelLinear,
 )
 from punica.wrapper import PunicaWrapperCPU
-from tests.ops.fp8_batches import E4M3, E5M2
+from tests.ops.helpers import E4M3, E5M2
 
 T = len(MIXED)
 
@@ -119,37 +117,34 @@ class Gate(ReplicatedLinear):
         return self._result(torch.nn.functional.linear(input_.float(), self.weight.float(), self.bias))
 
 
-@pytest.mark.parametrize("base_class", [Gate, ColumnParallelLinear])
-def test_adapters_of_another_dtype_than_the_output(base_class):
-    """A base forward of its own that computes in float32, and activations in float32."""
-    dtype = torch.bfloat16 if base_class is Gate else torch.float32
-    base = base_class(IN, 7, False, return_bias=False, params_dtype=dtype)
+class Doubled(MergedColumnParallelLinear):
+    def forward(self, input_):
+        return 2 * super().forward(input_)
+
+
+@pytest.mark.parametrize(
+    ("base_class", "sizes", "packed", "dtype"),
+    [
+        (Gate, [7], 0, torch.bfloat16),
+        (ColumnParallelLinear, [7], 0, torch.float32),
+        (Doubled, [3, 4], 1, torch.float32),
+        (Doubled, [3, 4], 2, torch.float32),
+    ],
+)
+def test_adapters_of_another_dtype_than_the_output(base_class, sizes, packed, dtype):
+    """A base forward of its own, perhaps in float32, and activations in float32."""
+    width = sizes if base_class is Doubled else 7
+    base = base_class(IN, width, False, return_bias=False, params_dtype=dtype)
     base.weight.data.normal_()
-    layer = from_layer(base, MAX_LORAS, config_for(torch.bfloat16), [])
+    layer = from_layer(base, MAX_LORAS, config_for(torch.bfloat16), ["m"] * packed)
     layer.set_mapping(used([0, -1, 1]))
-    adapters = {slot: [random_pair(4, IN, 7)] for slot in (0, 1)}
+    adapters = {slot: [random_pair(4, IN, size) for size in (sizes if packed == 2 else [7])] for slot in (0, 1)}
     for slot, pairs in adapters.items():
         fill(layer, slot, pairs)
     x = torch.randn(3, IN).bfloat16().to(dtype)
     result = layer(x)
     assert result.dtype == torch.float32
     assert_close(result, base(x).double() + lora_term(x, [0, -1, 1], adapters, torch.bfloat16))
-
-
-class Doubled(MergedColumnParallelLinear):
-    def forward(self, input_):
-        output, bias = super().forward(input_)
-        return 2 * output, bias
-
-
-@pytest.mark.parametrize("cls", [MergedColumnParallelLinearWithLoRA, ColumnParallelLinearWithLoRA])
-def test_merged_subclass_keeps_its_own_forward(cls):
-    layer = cls(base := Doubled(IN, [5, 6]))
-    base.weight.data.normal_()
-    layer.create_lora_weights(4, config_for())
-    layer.set_mapping(used([-1, -1]))
-    x = torch.randn(2, IN)
-    assert torch.equal(layer(x)[0], base(x)[0])
 
 
 def test_a_wrapper_of_the_contract_alone():

@@ -22,7 +22,7 @@ from punica.parallel import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from tests.ops.fp8_batches import E4M3, E5M2
+from tests.ops.helpers import E4M3, E5M2
 
 
 def made(lora_class, base):

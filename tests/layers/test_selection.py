@@ -104,18 +104,13 @@ def test_every_cell_of_the_table(cls, sizes, packed, expected, sharded, tp_size)
         assert result.lora_ranks.shape == (result.n_slices, 4)
 
 
-@pytest.mark.parametrize(("tp_size", "sharded"), [(1, True), (2, False)])
-def test_logits_processor_has_its_own_function(tp_size, sharded):
-    processor = LogitsProcessor(8)
-    head = ParallelLMHead(8, 6, params_dtype=torch.bfloat16, padding_size=4, tp_rank=0, tp_size=tp_size)
-    config = config_for(fully_sharded_loras=sharded)
-    layer = from_layer_logits_processor(processor, head, 4, config)
+def test_logits_processor_has_its_own_function():
+    processor, head = LogitsProcessor(8), ParallelLMHead(8, 6, params_dtype=torch.bfloat16, padding_size=4)
+    layer = from_layer_logits_processor(processor, head, 4, config_for())
     assert type(layer) is layers.LogitsProcessorWithLoRA
-    assert layer.base_layer is processor
+    assert (layer.base_layer, layer.max_loras) == (processor, 4)
     assert (layer.hidden_size, layer.dtype, layer.device) == (6, torch.bfloat16, head.weight.device)
-    assert layer.sharded_to_full_mapping == (None if tp_size == 1 else list(range(8)))
-    assert layer.max_loras == 4
-    assert from_layer(processor, 4, config, []) is processor
+    assert from_layer(processor, 4, config_for(), []) is processor
 
 
 def test_registered_replacement_stands_for_the_class():

@@ -38,7 +38,7 @@ from punica.layers import (
 from punica.metadata import LoRAMapping
 from punica.parallel import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from punica.wrapper import PunicaWrapperCPU
-from tests.ops.fp8_batches import E5M2
+from tests.ops.helpers import E5M2
 
 IDS = torch.tensor([0, 9, 3, 17, 7, 14, 19])  # 17 and 19 are added ids
 T = len(MIXED)

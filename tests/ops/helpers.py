@@ -1,14 +1,21 @@
-"""Random operands, steps, and an independent float64 computation for the tests of the operators."""
+"""Random operands, also in FP8 in every mode; steps, calls on a step, and what they mean, computed apart in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from punica.metadata import LoRABatch, RowGroups
+from punica.ops.interface import ALONE, Beside, Ops
+from punica.ops.scales import PLAIN, Scheme
+from punica.ops.torch_ops import TorchOps
+from punica.ops.weights import LoRAWeights, Stack
 
 TOLERANCE = {torch.bfloat16: (1.6e-2, 1e-2), torch.float16: (4e-3, 2e-3), torch.float32: (1e-4, 1e-4)}
 
@@ -69,3 +76,101 @@ def assert_close(out: Tensor, expected: Tensor, dtype: torch.dtype | None = None
     """Tolerance of an output of ``dtype`` (None: its own), rounded so often, perhaps where it was larger."""
     rtol, atol = TOLERANCE[dtype or out.dtype]
     torch.testing.assert_close(out.cpu().double(), expected.cpu(), rtol=rtol, atol=roundings * atol)
+
+
+Tensors = Sequence[Tensor]
+
+
+class StepCalls:
+    """``ops(*options)`` makes a backend."""
+
+    def __init__(self, ops: Callable[..., Ops]) -> None:
+        self.ops = ops
+
+    def shrink(
+        self, x: Tensor, a: Tensors, y: Tensor, step: LoRABatch, scale: float = 1.0,
+        *, accumulate: bool = False, lora_ranks: Tensor | None = None, b_scale: Tensors | None = None,
+        a_scale: Tensor | None = None, scheme: Scheme = PLAIN, **options: Any,
+    ) -> None:  # fmt: skip
+        stack = Stack.of_a(a, lora_ranks, b_scale, scheme)
+        self.ops(**options).shrink(y, x, stack, step, scale, accumulate, a_scale)
+
+    def expand(
+        self, x: Tensor, b: Tensors, y: Tensor, step: LoRABatch, offset_start: int = 0, add_inputs: bool = True,
+        *, lora_ranks: Tensor | None = None, b_scale: Tensors | None = None, a_scale: Tensor | None = None,
+        scheme: Scheme = PLAIN, **options: Any,
+    ) -> None:  # fmt: skip
+        stack = Stack.of_b(b, lora_ranks, b_scale, scheme)
+        self.ops(**options).expand(y, x, stack, step, offset_start, add_inputs, a_scale)
+
+    def linear(
+        self, y: Tensor, x: Tensor, a: Tensors, b: Tensors, step: LoRABatch, scale: float = 1.0,
+        *, add_inputs: bool = True, lora_ranks: Tensor | None = None, lora_a_scale: Tensors | None = None,
+        lora_b_scale: Tensors | None = None, a_scale: Tensor | None = None, shrink: Scheme = PLAIN,
+        expand: Scheme = PLAIN, aside: Callable[[], AbstractContextManager] | None = None, base: Tensors = (),
+        **options: Any,
+    ) -> None:  # fmt: skip
+        weights = LoRAWeights.of(a, b, lora_ranks, (lora_a_scale, lora_b_scale), (shrink, expand))
+        beside = ALONE if aside is None and isinstance(base, tuple) and not base else Beside(aside, base)
+        self.ops(**options).linear(y, x, weights, step, scale, add_inputs, a_scale, beside)
+
+
+TORCH = StepCalls(TorchOps)
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MODES: dict[str, dict[str, Any]] = {
+    "tensor": {},
+    "channel": {"per_channel_quant": True},
+    "128x128": {"group_n": 128, "group_k": 128},
+    "r x 32": {"group_n": 16, "group_k": 32},
+    "32 x r": {"group_n": 32, "group_k": 16},
+}
+
+
+def grid(scale: Tensor, rows: int, columns: int, mode: dict[str, Any]) -> Tensor:
+    """One slot's scales as float64 ``[rows, columns]``."""
+    scale = scale.double().cpu()
+    if mode.get("group_k"):
+        blocks = scale.reshape(scale.shape[-2:])
+        return blocks[torch.arange(rows) // mode["group_n"]][:, torch.arange(columns) // mode["group_k"]]
+    return scale.reshape(-1, 1).expand(rows, columns)
+
+
+def fp8(shape: tuple[int, ...], dtype: torch.dtype, spread: float = 1.0) -> Tensor:
+    """Random values, the least and the largest ones of the format among them."""
+    return (torch.randn(*shape) * spread).clamp(-400, 400).to(dtype)
+
+
+@dataclass
+class Fp8Stack:
+    """Weights ``[L, 1, N, K]`` of one slice, and scales different in every slot, channel and block."""
+
+    stored: Tensor
+    scale: Tensor
+    mode: dict[str, Any]
+
+    @classmethod
+    def random(cls, slots: int, n: int, k: int, mode: dict[str, Any], dtype: torch.dtype, device: str) -> Fp8Stack:
+        shape: tuple[int, ...] = (slots,)
+        if mode.get("per_channel_quant"):
+            shape = (slots, n)
+        elif mode.get("group_k"):
+            shape = (slots, -(-n // mode["group_n"]), -(-k // mode["group_k"]))
+        return cls(fp8((slots, 1, n, k), dtype).to(device), (torch.rand(shape) + 0.1).to(device) * k**-0.5, mode)
+
+    def real(self) -> Tensor:
+        """float64 ``[L, N, K]`` on the CPU."""
+        values = self.stored[:, 0].cpu().float().double()
+        return torch.stack([v * grid(s, *v.shape, self.mode) for v, s in zip(values, self.scale, strict=True)])
+
+
+def real_rows(x: Tensor, a_scale: Tensor | None, mode: dict[str, Any]) -> Tensor:
+    """Activations as float64 on the CPU."""
+    values = x.cpu().float().double() if x.dtype in (E4M3, E5M2) else x.cpu().double()
+    if a_scale is None:
+        return values
+    scale = a_scale.cpu().double()
+    if scale.numel() == 1 or scale.ndim == 1 or scale.shape[1] == 1:
+        return values * scale.reshape(-1, 1)
+    return values * scale[:, torch.arange(x.shape[-1]) // mode["group_k"]]

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from punica.ops.experts import Experts, Fp8Experts, Switches
 from punica.ops.scales import Scheme
-from tests.ops.helpers import TOLERANCE
+from tests.ops.helpers import E4M3, E5M2, TOLERANCE
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCHEMES: dict[str, dict[str, Any]] = {
     "tensor": {},
     "channel": {"per_channel_quant": True},

@@ -14,8 +14,7 @@ from punica.metadata.segment_plan import Run
 from punica.ops import segment_gemm, torch_ops
 from punica.ops.torch_ops import TorchOps
 from punica.ops.weights import Stack
-from tests.ops.helpers import assert_close, assert_shrunk, normal, products, random_slots
-from tests.ops.step_calls import TORCH
+from tests.ops.helpers import TORCH, assert_close, assert_shrunk, normal, products, random_slots
 
 OPS, shrink, expand = TorchOps(), TORCH.shrink, TORCH.expand
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

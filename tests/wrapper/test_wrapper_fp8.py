@@ -9,8 +9,7 @@ from punica.capture import capture
 from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 from punica.wrapper import PunicaWrapperCPU, PunicaWrapperGPU
-from tests.ops.fp8_batches import E4M3, E5M2, Stack, fp8, real_rows
-from tests.ops.helpers import products
+from tests.ops.helpers import E4M3, E5M2, Fp8Stack, fp8, products, real_rows
 
 IDS, TABLE = [7, 0, 3, 7, 3], [3, None, 7]
 SLOTS = [2, -1, 0, 2, 0]
@@ -28,20 +27,20 @@ def wrapper(request: pytest.FixtureRequest) -> Any:
     return wrapper
 
 
-def stacks(mode: dict[str, Any], device: torch.device, dtype: torch.dtype = E4M3) -> tuple[list[Stack], list[Stack]]:
-    a = [Stack.random(3, 16, 64, mode, dtype, str(device)) for _ in WIDTHS]
-    return a, [Stack.random(3, n, 16, mode, dtype, str(device)) for n in WIDTHS]
+def stacks(mode: dict[str, Any], device: torch.device, dtype: Any = E4M3) -> tuple[list[Fp8Stack], list[Fp8Stack]]:
+    a = [Fp8Stack.random(3, 16, 64, mode, dtype, str(device)) for _ in WIDTHS]
+    return a, [Fp8Stack.random(3, n, 16, mode, dtype, str(device)) for n in WIDTHS]
 
 
-def stored(stacks: list[Stack]) -> tuple[torch.Tensor, ...]:
+def stored(stacks: list[Fp8Stack]) -> tuple[torch.Tensor, ...]:
     return tuple(stack.stored for stack in stacks)
 
 
-def scales(stacks: list[Stack]) -> list[torch.Tensor]:
+def scales(stacks: list[Fp8Stack]) -> list[torch.Tensor]:
     return [stack.scale for stack in stacks]
 
 
-def expected(a: list[Stack], b: list[Stack], rows: torch.Tensor, scale: float) -> torch.Tensor:
+def expected(a: list[Fp8Stack], b: list[Fp8Stack], rows: torch.Tensor, scale: float) -> torch.Tensor:
     low = [products(rows, stack.real(), SLOTS, scale) for stack in a]
     return torch.cat([products(h, stack.real(), SLOTS) for h, stack in zip(low, b, strict=True)], 1)
 

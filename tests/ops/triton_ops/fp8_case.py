@@ -4,8 +4,7 @@ import torch
 from triton_batches import assert_close, linear
 
 from punica.ops.scales import Scheme
-from tests.ops.fp8_batches import E4M3, MODES, Stack
-from tests.ops.helpers import by_ranks, products, step
+from tests.ops.helpers import E4M3, MODES, Fp8Stack, by_ranks, products, step
 
 FP16 = torch.float16
 
@@ -18,7 +17,7 @@ class Case:
     def __init__(self, slots, widths, rank, ranks, device, fp8=E4M3, dtype=FP16, mode="channel", k=64, by_rows=False):
         self.slots, self.ranks, self.widths = slots, [*ranks, rank], widths
         self.dtype, self.device = dtype, device
-        self.a, self.b = ([Stack.random(len(self.ranks), *shape, MODES[mode], fp8, device) for shape in shapes]
+        self.a, self.b = ([Fp8Stack.random(len(self.ranks), *shape, MODES[mode], fp8, device) for shape in shapes]
                           for shapes in ([(rank, k)] * len(widths), [(width, rank) for width in widths]))  # fmt: skip
         self.real = [(first.real(), second.real()) for first, second in zip(self.a, self.b, strict=True)]
         for slot, live in enumerate([*ranks, 0]):

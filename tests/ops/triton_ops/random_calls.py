@@ -23,7 +23,6 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).resolve().parents[depth]) for depth in (3, 0)]
 
 import conftest  # noqa: E402, F401 (without a GPU it asks for Triton's interpreter, before Triton is imported)
-from guarded_memory import BITS, DEVICE, MOST_ROWS, NAN, ROUNDING, SMALL, SUMMED, Output, placed  # noqa: E402
 
 from punica.config import LoRAConfig  # noqa: E402
 from punica.metadata import LoRAKernelMeta, LoRAMapping  # noqa: E402
@@ -31,9 +30,19 @@ from punica.ops import moe_torch, triton_ops  # noqa: E402
 from punica.ops.scales import Scheme  # noqa: E402
 from punica.vllm.experts import DEFAULTS  # noqa: E402
 from punica.wrapper import PunicaWrapperGPU  # noqa: E402
-from tests.ops.fp8_batches import E4M3, E5M2, MODES  # noqa: E402
+from tests.ops.helpers import E4M3, E5M2, MODES  # noqa: E402
 from tests.ops.moe_cases import SCHEMES, Case, World, add_w2, add_w13, keywords  # noqa: E402
 
+SMALL = not torch.cuda.is_available()
+DEVICE, MOST_ROWS = ("cpu", 9) if SMALL else ("cuda", 640)
+MARGIN, NAN = 64, float("nan")
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+ROUNDING = {
+    torch.float16: 2**-11, torch.bfloat16: 2**-7 if SMALL else 2**-8, torch.float32: 2**-23, torch.float8_e4m3fn: 2**-4,
+}  # fmt: skip
+"""Largest error of a rounded value, in parts of it (Triton's interpreter truncates bfloat16)."""
+SUMMED = 1e-5
+"""Largest error of a sum in float32, in parts of the sum of magnitudes."""
 PER_FORM, MOST_WEIGHTS = (4, 100_000) if SMALL else (160, 6_000_000)
 NUMBERS = torch.arange(4096, device=DEVICE)
 FLOATS, BOTH, RARELY = tuple(ROUNDING)[:3], (False, True), (False, False, False, False, True)
@@ -63,6 +72,45 @@ CALL: dict[str, tuple] = {
 """bare: share of rows without adapter. wide: h of an expand is float32. count: of active slots. pad: rows behind the
 step's. parts: a tensor per slice. nested: in three dimensions.
 """
+
+
+def placed(values: Tensor, off: bool = False, layout: str = "rows") -> tuple[Tensor, Tensor]:
+    """A copy of ``values`` amid NaN, and all of that memory."""
+    *lead, rows, columns = values.shape
+    inner = {"rows": (rows, columns), "gaps": (rows, columns + 3), "columns": (columns, MOST_ROWS)}
+    shape = torch.Size((*lead, *inner.get(layout, (rows, 2 * columns))))
+    whole = torch.empty(shape.numel() + 2 * MARGIN + 1, dtype=values.dtype, device=DEVICE).fill_(NAN)
+    base = whole[MARGIN + off :][: shape.numel()].view(shape)
+    view = base.mT[..., :rows, :] if layout == "columns" else base[..., :: 2 if layout == "steps" else 1]
+    return view[..., :columns].copy_(values), whole
+
+
+class Output:
+    """Memory that a call writes; ``touched``: the elements of it, which are NaN before unless it adds."""
+
+    def __init__(self, values: Tensor, touched: Tensor, add: bool, off: bool, layout: str = "rows") -> None:
+        self.view, self.whole = placed(values if add else values.masked_fill(touched, NAN), off, layout)
+        self.touched, self.before = touched, self.whole.clone()
+        self.old = self.view.double() if add else 0
+
+    def fault(self, want: Tensor, bound: Tensor) -> str:
+        """What differs from ``want`` by more than ``bound``, or has changed elsewhere; "": nothing."""
+        bits, free = BITS[self.whole.element_size()], torch.ones_like(self.whole, dtype=torch.bool)
+        free.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset()).copy_(~self.touched)
+        changed = (self.whole.view(bits) != self.before.view(bits)) & free
+        if bool(changed.any()):
+            places = (changed.nonzero().flatten() - self.view.storage_offset()).tolist()
+            return f"{len(places)} elements changed that must not be written, {places[:9]} from the output's start"
+        got, bound = self.view.double(), bound + 1.1 * ROUNDING[self.view.dtype] * want.abs() + 1e-7
+        error = (got - want).abs() / bound
+        at = (self.touched & ~(error <= 1)).nonzero()
+        if not len(at):
+            return ""
+        first, each = tuple(at[0].tolist()), [sorted({*column.tolist()})[:12] for column in at.mT]
+        return (
+            f"{len(at)} of {int(self.touched.sum())} elements wrong; at {first} is {float(got[first])} for "
+            f"{float(want[first])}, error {float(error[first]):.3g} times the bound; indices per dimension {each}"
+        )
 
 
 def drawn(table: dict[str, tuple], rng: Random) -> SimpleNamespace:

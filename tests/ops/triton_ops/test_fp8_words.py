@@ -20,8 +20,7 @@ from punica.ops.triton_ops.launch import INTERPRETED
 from punica.ops.triton_ops.schedules import Schedule
 from punica.ops.weights import forget_plans
 from punica.vllm.ops.dense import TensorBatch
-from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack
-from tests.ops.helpers import products, step
+from tests.ops.helpers import E4M3, E5M2, MODES, Fp8Stack, products, step
 
 SLOTS = [0, 1, 0, -1, 2, 1, 0, 2]
 
@@ -232,7 +231,7 @@ def test_what_goes_by_words(width, offset, words, device, reads_words):
     """A B that does not fill its words, or does not begin with one, is read byte by byte: no word reaches into the next
     rank or across two.
     """
-    a, b = (Stack.random(3, *shape, MODES["channel"], E4M3, device) for shape in ((16, 48), (width, 16)))
+    a, b = (Fp8Stack.random(3, *shape, MODES["channel"], E4M3, device) for shape in ((16, 48), (width, 16)))
     room = torch.zeros(offset + b.stored.numel(), dtype=torch.uint8, device=device)
     view = room[offset:].view(E4M3).view(3, 1, 16, width)
     view.copy_(b.stored.mT)

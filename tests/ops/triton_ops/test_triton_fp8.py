@@ -12,9 +12,7 @@ from triton_batches import EXPANDS, KERNELS, SHRINKS, Batch, shrink
 from punica.metadata import LoRAKernelMeta
 from punica.ops.scales import PER_CHANNEL, Scheme
 from punica.ops.triton_ops import lora_expand, lora_expand_fp8, lora_linear, lora_shrink, lora_shrink_fp8
-from tests.ops.fp8_batches import E4M3, E5M2, MODES, Stack, fp8, real_rows
-from tests.ops.helpers import by_ranks, products, step
-from tests.ops.step_calls import TORCH
+from tests.ops.helpers import E4M3, E5M2, MODES, TORCH, Fp8Stack, by_ranks, fp8, products, real_rows, step
 
 SLOTS = [1, -1, 0, 2, 2, 0, -1]
 FP16, FP32 = torch.float16, torch.float32
@@ -36,8 +34,8 @@ def flat(slots: list[int], device: str, slot_count: int = 3) -> tuple:
     return meta.meta_args(len(slots), True)
 
 
-def stacks(shapes: list[tuple[int, int]], mode: dict[str, Any], device: str, dtype: torch.dtype = E4M3) -> list[Stack]:
-    return [Stack.random(3, n, k, mode, dtype, device) for n, k in shapes]
+def stacks(shapes: list[tuple[int, int]], mode: dict[str, Any], device: str, dtype: Any = E4M3) -> list[Fp8Stack]:
+    return [Fp8Stack.random(3, n, k, mode, dtype, device) for n, k in shapes]
 
 
 def activations(shape: tuple[int, ...], mode: dict[str, Any], dtype: torch.dtype, device: str) -> tuple:

@@ -1,11 +1,12 @@
 """Batch invariance: with the switch on, a row has the same bits alone, in part of its batch, and in all of it."""
 
-import sys
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from triton_batches import linear
+from triton_batches import TOLERANCE, linear
 
 from punica.metadata import LoRABatch
 from punica.ops.quant import quantize_per_channel
@@ -68,6 +69,7 @@ class Fp8Layer(Layer):
             self.b = tuple(map(rank_major, self.b))
         scheme = PER_CHANNEL._replace(use_fp8_w8a8=w8a8)
         self.fp8 = {"lora_a_scale": list(a), "lora_b_scale": list(b), "shrink": scheme, "expand": scheme}
+        self.fp8["options"] = INVARIANT._replace(tuned_dir="nowhere")  # no table has a say
 
 
 def check_parts(layer: Layer, rows: int) -> torch.Tensor:
@@ -94,53 +96,33 @@ def check(layer: Layer, rows: int) -> None:
     assert torch.equal(flat, whole)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 33])
-@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_a_row_alone_and_in_company(dtype, shape, rows, device):
-    check(Layer(shape, rows, dtype, device), rows)
+def on_gpu(cases: Iterable[tuple]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.gpu) for case in cases]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 9, 64, 65, 128, 129, 513, 2048, 8192])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_row_alone_and_in_company_in_models(dtype, shape, rows, device):
-    check(Layer(shape, rows, dtype, device), rows)
+@pytest.mark.parametrize(
+    ("dtype", "name", "rows"),
+    [
+        *product(TOLERANCE, SMALL, (1, 7, 33)),
+        *on_gpu(product((torch.float16, torch.bfloat16), SHAPES, (1, 2, 9, 64, 65, 128, 129, 513, 2048, 8192))),
+    ],
+    ids=str,
+)
+def test_a_row_alone_and_in_company(dtype, name, rows, device):
+    check(Layer((SMALL | SHAPES)[name], rows, dtype, device), rows)
 
 
-def check_fp8(layer: Fp8Layer, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("form", "name", "dtype", "rows"),
+    [
+        *product(FP8, SMALL, (torch.float16,), (1, 33)),
+        *on_gpu(product(("by ranks",), ("7b up", "1.5b up", "odd"), (torch.float16,), (9, 129, 513, 2048))),
+        *on_gpu(("by ranks", "8b qkv", torch.bfloat16, rows) for rows in (9, 129, 513, 2048)),
+    ],
+    ids=str,
+)
+def test_fp8_alone_and_in_company(form, name, dtype, rows, device):
+    w8a8, by_ranks = FP8[form]
+    layer = Fp8Layer((SMALL | SHAPES)[name], rows, dtype, device, w8a8=w8a8, by_ranks=by_ranks)
     added = check_parts(layer, rows) - layer.y
     assert bool(added[torch.from_numpy(layer.slots) >= 0].any(1).all())
-
-
-@pytest.mark.parametrize("rows", [1, 33])
-@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
-@pytest.mark.parametrize("form", FP8.values(), ids=FP8)
-def test_fp8_alone_and_in_company(form, shape, rows, device):
-    w8a8, by_ranks = form
-    check_fp8(Fp8Layer(shape, rows, torch.float16, device, w8a8=w8a8, by_ranks=by_ranks), rows)
-
-
-def test_fp8_forms_are_the_same_with_a_folder_of_tuned_tables(tmp_path, monkeypatch, device):
-    """No table has a say in them."""
-    found = []
-
-    def noted(y, x, weights, batch, schedules, *_):
-        found.append(schedules)
-        raise StopIteration
-
-    monkeypatch.setattr(sys.modules["punica.ops.triton_ops.lora_linear"], "plan_linear", noted)
-    layer = Fp8Layer((16, (16,), 64), 1100, torch.float16, device, w8a8=False, by_ranks=True)
-    for options in (INVARIANT, INVARIANT._replace(tuned_dir=str(tmp_path))):
-        with pytest.raises(StopIteration):
-            linear(layer.y, layer.x, layer.a, layer.b, layer.step(slice(0, 1100)), options=options, **layer.fp8)
-    assert found[0] == found[1]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [9, 129, 513, 2048])
-@pytest.mark.parametrize(("name", "dtype"), [("7b up", torch.float16), ("1.5b up", torch.float16),
-                                             ("odd", torch.float16), ("8b qkv", torch.bfloat16)])  # fmt: skip
-def test_fp8_alone_and_in_company_in_models(name, dtype, rows, device):
-    check_fp8(Fp8Layer(SHAPES[name], rows, dtype, device, w8a8=False, by_ranks=True), rows)

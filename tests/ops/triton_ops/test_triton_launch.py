@@ -18,6 +18,7 @@ from punica.ops import weights
 from punica.ops.triton_ops import Options, TritonOps, configs
 from punica.ops.triton_ops import launch as launching
 from tests.ops.helpers import step as step_of
+from tests.ops.triton_ops import kernel_calls
 
 FP16 = torch.float16
 
@@ -237,3 +238,9 @@ def test_a_step_without_adapters_shrinks_to_zero(device):
     assert h.all()
     shrink(batch.x, batch.a, h, filled(batch))
     assert not h.any()
+
+
+def test_every_kernel_of_the_package_is_in_kernel_calls(device, capsys):
+    """Which runs under tools that watch kernels."""
+    kernel_calls.main(device)
+    assert capsys.readouterr().out.split() == sorted(kernel_calls.kernels())

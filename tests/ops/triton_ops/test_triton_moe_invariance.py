@@ -20,10 +20,10 @@ SMALL = {
     "w8a8": Case(tokens=6, fp8="channel", w8a8=True, dtype=torch.float16),
 }
 FULL = {
-    "bfloat16": Case(256, 4, 16, 8, 16, 2048, 768, 2, torch.bfloat16),
-    "true ranks": Case(256, 4, 16, 4, 64, 1024, 768, 1, torch.float16, ranks=(64, 8, 33, 0), down=True),
-    "FP8": Case(256, 4, 16, 8, 16, 2048, 768, 2, torch.bfloat16, fp8="channel"),
-    "FP8, rank 64": Case(256, 4, 16, 4, 64, 1024, 768, 1, torch.float16, fp8="channel", down=True),
+    "model, bfloat16": Case(256, 4, 16, 8, 16, 2048, 768, 2, torch.bfloat16),
+    "model, true ranks": Case(256, 4, 16, 4, 64, 1024, 768, 1, torch.float16, ranks=(64, 8, 33, 0), down=True),
+    "model, FP8": Case(256, 4, 16, 8, 16, 2048, 768, 2, torch.bfloat16, fp8="channel"),
+    "model, FP8, rank 64": Case(256, 4, 16, 4, 64, 1024, 768, 1, torch.float16, fp8="channel", down=True),
 }
 
 
@@ -55,12 +55,6 @@ def check(case: Case, device: str) -> None:
             assert torch.equal(added(world, slice(start, stop), naive), whole[start:stop]), (start, stop, naive)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.gpu) for name in FULL)])
 def test_a_token_alone_and_in_company(name, device):
-    check(SMALL[name], device)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", FULL)
-def test_a_token_alone_and_in_company_in_models(name):
-    check(FULL[name], "cuda")
+    check((SMALL | FULL)[name], device)

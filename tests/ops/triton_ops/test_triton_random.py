@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from guarded_memory import NAN, Output
-from random_calls import PER_FORM, main
+from random_calls import NAN, PER_FORM, Output, main
 
 PROGRAM, ROOT = Path(__file__).with_name("random_calls.py"), Path(__file__).resolve().parents[3]
 CALLS, SEED = int(os.environ.get("RANDOM_CALLS", 20_000)), int(os.environ.get("RANDOM_SEED", 0))

@@ -9,8 +9,7 @@ import torch
 from punica.metadata import LoRAKernelMeta
 from punica.ops.triton_ops import TritonOps, lora_expand, lora_linear, lora_shrink
 from punica.ops.triton_ops.schedules import Schedule
-from tests.ops.helpers import TOLERANCE, assert_close, assert_shrunk, products
-from tests.ops.step_calls import StepCalls
+from tests.ops.helpers import TOLERANCE, StepCalls, assert_close, assert_shrunk, products
 
 __all__ = ["TOLERANCE", "assert_shrunk"]  # of kernel tests, too
 KERNELS = StepCalls(TritonOps)

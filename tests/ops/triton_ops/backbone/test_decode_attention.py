@@ -25,10 +25,6 @@ class Case:
     page: int = PAGE
     fp8: bool = False
 
-    def __str__(self) -> str:
-        lengths, kind = "-".join(map(str, self.lengths)), f"{self.dtype}{' fp8' * self.fp8}"
-        return f"H{self.heads}of{self.kv_heads}xD{self.size} n{lengths} s{self.splits} {kind} p{self.page}"
-
 
 def in_pages(
     lengths: tuple[int, ...], heads: int, size: int, page: int, dtype: torch.dtype, width: int | None = None

@@ -33,7 +33,15 @@ def rows_apart(
     return whole[:, :width], whole
 
 
-def check_norm(tokens: int, size: int, dtype: torch.dtype, has_delta: bool, device: str) -> None:
+def full(*sizes: tuple) -> list[Any]:
+    """Cases of these sizes of models, for numbers of tokens of a GPU."""
+    return [pytest.param(tokens, *size, marks=pytest.mark.gpu) for tokens in (1, 32, 513) for size in sizes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "size"), [(1, 64), (3, 100), (5, 1024), *full((4096,), (5120,), (8192,))])
+@pytest.mark.parametrize("has_delta", [False, True])
+def test_norm_behind_a_residual(tokens: int, size: int, dtype: torch.dtype, has_delta: bool, device: str) -> None:
     x, whole_x = rows_apart(tokens, size, dtype, device)
     delta = rows_apart(tokens, size, dtype, device)[0] if has_delta else None
     out, whole_out = rows_apart(tokens, size, dtype, device)
@@ -92,7 +100,22 @@ class Rotation:
             assert torch.equal(cache, expected)
 
 
-def check_swiglu(tokens: int, size: int, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "size"),
+    [(1, 4, 4, 64), (3, 8, 2, 128), (5, 3, 1, 20), (2, 6, 6, 32), *full((32, 32, 128), (40, 40, 128), (64, 8, 128))],
+)
+def test_rope_with_the_cache_write(
+    tokens: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: str
+) -> None:
+    Rotation(tokens, heads, kv_heads, size, dtype, device).run()
+    Rotation(tokens, heads, kv_heads, size, dtype, device).run_normalised()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "size"), [(1, 1), (2, 100), (3, 1100), *full((11008,), (13824,), (14336,))])
+def test_swiglu(tokens: int, size: int, dtype: torch.dtype, device: str) -> None:
     gate_up, _ = rows_apart(tokens, 2 * size, dtype, device)
     gate_up[0, : min(3, size)] = torch.tensor([-200.0, 200.0, 0.0], dtype=dtype)[:size]  # where exp has no room
     out, whole = rows_apart(tokens, size, dtype, device)
@@ -102,7 +125,10 @@ def check_swiglu(tokens: int, size: int, dtype: torch.dtype, device: str) -> Non
     assert bool(whole[:, size:].isnan().all())
 
 
-def check_angles(tokens: int, half: int, factor: float, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+@pytest.mark.parametrize(("tokens", "half"), [(1, 64), (5, 40), (3, 10), *full((64,))])
+def test_angles_of_rope(tokens: int, half: int, factor: float, dtype: torch.dtype, device: str) -> None:
     positions = torch.randint(0, 2**18, (tokens,))
     positions[0] = 0
     frequencies = 10000.0 ** (-torch.arange(half) / half)
@@ -113,7 +139,11 @@ def check_angles(tokens: int, half: int, factor: float, dtype: torch.dtype, devi
     check_close(sin, factor * angles.sin())
 
 
-def check_argmax(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "vocab"), [(1, 1), (4, 100), (7, 8192), (5, 50_001), *full((32_000,), (128_256,), (151_936,))]
+)
+def test_the_highest_of_each_row(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
     """Rows of random numbers, of which the last three, where there are so many, are special."""
     logits, whole = rows_apart(rows, vocab, dtype, device)
     whole[:, vocab:] = torch.inf  # what lies between rows would win
@@ -128,40 +158,6 @@ def check_argmax(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None
     out = torch.full((rows,), 99, dtype=torch.int64, device=device)
     argmax(out, logits, -7)
     assert out.tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("tokens", "half"), [(1, 64), (5, 40), (3, 10)])
-def test_angles_of_rope(tokens: int, half: int, dtype: torch.dtype, device: str) -> None:
-    check_angles(tokens, half, 1.0, dtype, device)
-    check_angles(tokens, half, 1.25, dtype, device)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (4, 100), (7, 8192), (5, 50_001)])
-def test_the_highest_of_each_row(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
-    check_argmax(rows, vocab, dtype, device)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("tokens", "size"), [(1, 64), (3, 100), (5, 1024)])
-@pytest.mark.parametrize("has_delta", [False, True])
-def test_norm_behind_a_residual(tokens: int, size: int, dtype: torch.dtype, has_delta: bool, device: str) -> None:
-    check_norm(tokens, size, dtype, has_delta, device)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 4, 4, 64), (3, 8, 2, 128), (5, 3, 1, 20), (2, 6, 6, 32)], ids=str)
-def test_rope_with_the_cache_write(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    Rotation(*shape, dtype, device).run()
-    Rotation(*shape, dtype, device).run_normalised()
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("tokens", "size"), [(1, 1), (2, 100), (3, 1100)])
-def test_swiglu(tokens: int, size: int, dtype: torch.dtype, device: str) -> None:
-    check_swiglu(tokens, size, dtype, device)
 
 
 def test_no_tokens_are_no_launch(device: str) -> None:
@@ -210,20 +206,3 @@ def test_bad_operands_are_refused(device: str) -> None:
     ):  # fmt: skip
         with pytest.raises(kind, match=message):
             call()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 32, 513])
-def test_full_sizes(tokens: int, dtype: torch.dtype) -> None:
-    for size in (4096, 5120, 8192):
-        for has_delta in (False, True):
-            check_norm(tokens, size, dtype, has_delta, "cuda")
-    for heads, kv_heads in ((32, 32), (40, 40), (64, 8)):
-        Rotation(tokens, heads, kv_heads, 128, dtype, "cuda").run()
-        Rotation(tokens, heads, kv_heads, 128, dtype, "cuda").run_normalised()
-    for size in (11008, 13824, 14336):
-        check_swiglu(tokens, size, dtype, "cuda")
-    check_angles(tokens, 64, 1.0, dtype, "cuda")
-    for vocab in (32_000, 128_256, 151_936):
-        check_argmax(tokens, vocab, dtype, "cuda")

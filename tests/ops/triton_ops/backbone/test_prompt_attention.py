@@ -19,10 +19,6 @@ class Case:
     dtype: torch.dtype = torch.float32
     padding: int = 0
 
-    def __str__(self) -> str:
-        lengths = "-".join(map(str, self.lengths))
-        return f"H{self.heads}of{self.kv_heads}xD{self.size} n{lengths}+{self.padding} {self.dtype}"
-
     def packed(self, device: str) -> torch.Tensor:
         """Queries, keys and values as a projection gives them; rows that pad a captured step are NaN."""
         rows = sum(self.lengths)
