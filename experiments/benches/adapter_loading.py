@@ -72,10 +72,8 @@ class Bench:
         self.manager = LoRAModelManager(llama, rows, rows, model.vocab_size, lora, device)
         tensors = sum(tensor.nbytes for name in drawn[0].loras for tensor in _matrices(drawn[0], name)[:2])
         if not tensors == self.manager.slot_bytes == self.bytes:
-            raise CheckFailed(
-                f"rank {rank}: {tensors} bytes in an adapter, {self.manager.slot_bytes} in a slot, {self.bytes} by "
-                "arithmetic"
-            )
+            found = f"{tensors} bytes in an adapter, {self.manager.slot_bytes} in a slot"
+            raise CheckFailed(f"rank {rank}: {found}, {self.bytes} by arithmetic")
         for i in range(1, neighbours + 1):
             self.manager.add_adapter(drawn[0].clone(i))
             self.manager.activate_adapter(i)

@@ -1,5 +1,5 @@
 """Tidy rows on disk: one measured quantity and statistic per CSV row, one file per figure, never half written; runs
-that write one take turns by a lock. What is damaged is one `RowsError`. Only the standard library is used.
+that write one take turns by a lock. What is damaged is one `RowsError`.
 """
 
 import csv
@@ -7,17 +7,18 @@ import errno
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from glob import escape
-from inspect import formatannotation
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-KINDS = ("measured", "simulated", "paper", "datasheet")
-STATISTICS = ("median", "p10", "p90", "count", "value")
+from pydantic import TypeAdapter, ValidationError
+
+Kind = Literal["measured", "simulated", "paper", "datasheet"]
+Statistic = Literal["median", "p10", "p90", "count", "value"]
 TIMERS = ("cuda_graph", "host_clock")
 """The clocks of `experiments.measure.timing`, first the one to prefer where a point has rows of several: `cuda_graph`
 tells what a call itself costs, `host_clock` (the paper artifact's protocol) counts launch and wait as well."""
@@ -57,8 +58,8 @@ class Row:
     metric: str
     value: float
     unit: str
-    kind: str = "measured"
-    statistic: str = "value"
+    kind: Kind = "measured"
+    statistic: Statistic = "value"
     timer: str = ""
     scale: str = ""
     config_hash: str = ""
@@ -101,17 +102,8 @@ class Row:
 COLUMNS = tuple(field.name for field in fields(Row))
 _LATER = ("source_hash", *COLUMNS[COLUMNS.index("transformers") :])
 """Columns that files written before rows knew them may lack: such a row has their default, which is "not known"."""
-_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "int | None": (lambda cell: int(cell) if cell else None, "a number"),
-    "float | None": (lambda cell: float(cell) if cell else None, "a number"),
-    "float": (float, "a number"),
-    "bool | None": ({"": None, "True": True, "False": False}.__getitem__, "True, False or empty"),
-    "kind": ({kind: kind for kind in KINDS}.__getitem__, f"one of {', '.join(KINDS)}"),
-    "statistic": ({name: name for name in STATISTICS}.__getitem__, f"one of {', '.join(STATISTICS)}"),
-}
-_KINDS = {one.name: one.name if one.name in _READERS else formatannotation(one.type) for one in fields(Row)}
-_READS = {name: _READERS[kind] for name, kind in _KINDS.items() if kind in _READERS}
-"""Column that is no text -> what reads its cell, and what that must be."""
+_TEXTS = {field.name for field in fields(Row) if field.type not in (int | None, float | None, float, bool | None)}
+_ROW = TypeAdapter(Row)
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -137,14 +129,13 @@ def _parse(path: Path, lines: Iterator[list[str]]) -> list[Row]:
         where = f"{path}, line {number}"
         if len(cells) != len(header):
             raise RowsError(f"{where}: {len(cells)} cells instead of {len(header)}; {_remedy(path)}")
-        values: dict[str, Any] = dict(zip(header, cells, strict=True))
-        for name in _READS.keys() & values.keys():
-            read, wanted = _READS[name]
-            try:
-                values[name] = read(values[name])
-            except (ValueError, KeyError):
-                raise RowsError(f"{where}: {name} is {values[name]!r}, not {wanted}; {_remedy(path)}") from None
-        rows.append(Row(**values))
+        pairs = zip(header, cells, strict=True)
+        try:
+            rows.append(_ROW.validate_python({name: cell if cell or name in _TEXTS else None for name, cell in pairs}))
+        except ValidationError as error:
+            first = error.errors()[0]
+            what = f"{first['loc'][0]} is {first['input']!r} ({first['msg']})"
+            raise RowsError(f"{where}: {what}; {_remedy(path)}") from None
     return rows
 
 

@@ -190,7 +190,6 @@ class PeftBackend:
         self._names: list[str] = []
         self._held: dict[str, int] = {}
         self._cache = cache
-        self._larger: dict[tuple[int, bool], Tensor] = {}
         self.model: Any = model
         self._add_places(1)
         named = self.model.named_modules()
@@ -282,23 +281,15 @@ class PeftBackend:
             use_product(SameProduct, self.model, "cpu")
 
     def _room(self, layer: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values for a batch, in memory that all batches and systems share; noise at first."""
+        """Return keys and values for a batch, noise at first, in memory that all batches and systems share, or own."""
         config, cache = self.model.config, self._cache
         shape = (batch, config.num_key_value_heads, length, config.hidden_size // config.num_attention_heads)
+        size, shared = math.prod(shape), [rows[layer].view(-1) for rows in (cache.keys, cache.values)]
         keys, values = (
-            self._at_least(math.prod(shape), rows[layer].view(-1), (layer, rows is cache.values)).view(shape)
-            for rows in (cache.keys, cache.values)
+            part[:size] if size <= part.numel() else torch.randn(size, dtype=part.dtype, device=part.device)
+            for part in shared
         )
-        return keys, values
-
-    def _at_least(self, size: int, shared: Tensor, key: tuple[int, bool]) -> Tensor:
-        """`size` numbers of the `shared` ones, or of own ones where those are too few."""
-        if size <= shared.numel():
-            return shared[:size]
-        if key not in self._larger or self._larger[key].numel() < size:
-            self._larger.pop(key, None)
-            self._larger[key] = torch.randn(size, dtype=shared.dtype, device=shared.device)
-        return self._larger[key][:size]
+        return keys.view(shape), values.view(shape)
 
 
 def use_product(kind: type[nn.Linear], model: nn.Module, device: str) -> None:

@@ -13,16 +13,17 @@ import csv
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from experiments.workload.lengths import RequestLengths, rescaled
 from experiments.workload.popularity import WORKLOADS, popularity
@@ -41,15 +42,26 @@ FORMATS = {
 """Format -> its columns of the fields of a `TracedRequest`; empty where it has none. Mooncake's time is in ms."""
 
 
+def _seconds(given: Any) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError, OverflowError):
+        at = datetime.fromisoformat(str(given))
+        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+
+
 class TracedRequest(NamedTuple):
     """A request of a trace, in seconds and tokens; ``blocks``: ids of its prompt's full blocks."""
 
-    arrival: float
-    prompt: int
-    output: int
-    client: str = ""
-    session: str = ""
+    arrival: Annotated[float, BeforeValidator(_seconds), Field(gt=-1e15, lt=1e15)]
+    prompt: Annotated[int, Field(gt=0, lt=2**31)]
+    output: Annotated[int, Field(ge=0, lt=2**31)]
+    client: Annotated[str, Field(min_length=1)] = ""
+    session: Annotated[str, BeforeValidator(lambda given: given or "")] = ""
     blocks: tuple[int, ...] = ()
+
+
+_REQUEST = TypeAdapter(TracedRequest)
 
 
 @dataclass(frozen=True)
@@ -140,36 +152,15 @@ def _object(text: str) -> Mapping[str, Any]:
 
 
 def _request(form: str, row: Mapping[str, Any], where: str) -> TracedRequest:
-    found = dict[str, Any]()
-    for column, (name, (parse, is_right, what)) in zip(FORMATS[form], PARSERS.items(), strict=True):
-        try:
-            found[name] = parse(row.get(column) if column else None)
-        except (ValueError, TypeError, OverflowError):
-            found[name] = None
-        if column and (found[name] is None or not is_right(found[name])):
-            raise ValueError(
-                f"{where}, column {column}: {row.get(column)!r:.80} is not {what}; correct or remove the line, or "
-                f"choose another workload.format than {form}"
-            )
-    found["arrival"] *= 1e-3 if form == "mooncake" else 1.0
-    found["blocks"] = (found["blocks"] or ())[: found["prompt"] // BLOCK_TOKENS]
-    return TracedRequest(**found)
-
-
-def _seconds(given: Any) -> float:
+    columns = {name: column for name, column in zip(TracedRequest._fields, FORMATS[form], strict=True) if column}
     try:
-        return float(given)
-    except ValueError:
-        at = datetime.fromisoformat(given)
-        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
-
-
-PARSERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] = {
-    "arrival": (_seconds, lambda seconds: abs(seconds) < 1e15, "a time"),
-    "prompt": (lambda given: int(str(given)), lambda tokens: 0 < tokens < 2**31, "a number of tokens above 0"),
-    "output": (lambda given: int(str(given)), lambda tokens: 0 <= tokens < 2**31, "a number of tokens"),
-    "client": (lambda given: given or "", bool, "a name"),
-    "session": (lambda given: given or "", lambda _: True, "a name"),
-    "blocks": (tuple, lambda ids: all(type(one) is int for one in ids), "a list of whole numbers"),
-}
-"""Field of a `TracedRequest` -> its parser, check, and what that needs."""
+        found = _REQUEST.validate_python({name: row.get(column) for name, column in columns.items()})
+    except ValidationError as error:
+        first = error.errors()[0]
+        column = columns[str(first["loc"][0])]
+        raise ValueError(
+            f"{where}, column {column}: {row.get(column)!r:.80} is wrong ({first['msg']}); correct or remove the line, "
+            f"or choose another workload.format than {form}"
+        ) from None
+    arrival = found.arrival * (1e-3 if form == "mooncake" else 1.0)
+    return found._replace(arrival=arrival, blocks=found.blocks[: found.prompt // BLOCK_TOKENS])
