@@ -106,7 +106,7 @@ def test_transposed_source_of_another_dtype(dtype):
 
 
 A, B = torch.ones(2, 6), torch.ones(10, 2)
-B8, B4 = torch.ones(8, 2), torch.ones(4, 2)
+B8, B4, A5 = torch.ones(8, 2), torch.ones(4, 2), torch.ones(3, 5)
 
 
 @pytest.mark.parametrize(
@@ -130,14 +130,15 @@ B8, B4 = torch.ones(8, 2), torch.ones(4, 2)
         pytest.param(merged, 1, [A, None], [B8, B4], ValueError, "slice 1: lora_a is None", id="half-none"),
         pytest.param(column, 1, A, B.to("meta"), TypeError, "lora_b .* meta", id="meta"),
         pytest.param(column, 1, A, B.to_sparse(), TypeError, r"lora_b .*sparse", id="sparse"),
+        pytest.param(variable, 1, A5, torch.ones(21, 3), ValueError, r"22 .*\(21, 3\)", id="single-rows"),
+        pytest.param(variable, 1, A5, torch.ones(22), ValueError, r"\(22,\)", id="single-1-d"),
+        pytest.param(variable, 1, [A5, A5], torch.ones(22, 3), ValueError, "2 and 4", id="two-a"),
     ],
 )
 def test_refused_adapter_changes_nothing(build, index, lora_a, lora_b, error, message):
-    layer = build()
-    if build is merged:
-        layer.set_lora(1, [torch.randn(3, 6)] * 2, [torch.randn(8, 3), torch.randn(4, 3)])
-    else:
-        layer.set_lora(1, torch.randn(3, 6), torch.randn(10, 3))
+    layer, sizes = build(), {column: [10], merged: [8, 4], variable: [8, 4, 4, 6]}[build]
+    a, b = torch.randn(3, layer.input_size), [torch.randn(size, 3) for size in sizes]
+    layer.set_lora(1, *(a, b[0]) if build is column else ([a] * len(b), b))
     before = [t.clone() for t in buffers(layer)]
     with pytest.raises(error, match=message):
         layer.set_lora(index, lora_a, lora_b)
@@ -234,22 +235,6 @@ def test_single_tensors_for_many_slices(several):
     layer.set_lora(1, a[0], [torch.randn(8, 3), None, None, torch.randn(6, 3)])
     assert layer.lora_ranks[:, 1].tolist() == [3, 0, 0, 3]
     assert (layer.lora_a_stacked[1] == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("lora_a", "lora_b", "message"),
-    [
-        (torch.ones(3, 5), torch.ones(21, 3), r"22 .*\(21, 3\)"),
-        (torch.ones(3, 5), torch.ones(22), r"\(22,\)"),
-        ([torch.ones(3, 5)] * 2, torch.ones(22, 3), "2 and 4"),
-    ],
-    ids=["rows", "1-d", "two-a"],
-)
-def test_bad_single_tensor(lora_a, lora_b, message):
-    layer = variable()
-    with pytest.raises(ValueError, match=message):
-        layer.set_lora(1, lora_a, lora_b)
-    assert (layer.lora_ranks == 0).all()
 
 
 def test_expansion_splits_by_full_sizes_on_every_rank():

@@ -150,7 +150,8 @@ def merged(model: Any, layers: Any, scaling: float, leave_out: Any = ()) -> Any:
             inner = experts.down_proj.shape[2]
             for which, target in (("w1", experts.gate_up_proj[:, :inner]), ("w2", experts.down_proj),
                                   ("w3", experts.gate_up_proj[:, inner:])):  # fmt: skip
-                for expert, (a, b) in enumerate(zip(*pairs[which], strict=True)):
+                of_expert = [factor.expand(len(target), -1, -1) for factor in pairs[which]]  # perhaps one for all
+                for expert, (a, b) in enumerate(zip(*of_expert, strict=True)):
                     if (expert, which) not in leave_out:
                         target[expert] += scaling * b @ a
     return model

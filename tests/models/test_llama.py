@@ -1,6 +1,11 @@
-"""The dense models compute what transformers computes with the same weights."""
+"""The dense models compute what transformers computes with the same weights, also on ranks, with any launcher."""
 
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,3 +193,31 @@ def test_weights_that_are_no_numbers_are_refused_and_the_model_counts_as_empty(t
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight contains NaN or inf"):
         model.load_weights(tmp_path)
     assert not model.has_weights
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def torchrun(ranks: int, program: Path) -> str:
+    """Standard output of ranks that are started the way a user does."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["--log-dir", str(program.parent / "logs")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, str(program)], capture_output=True, text=True, env=environment, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_program_of_the_docs_gives_the_same_tokens_on_one_and_two_ranks(tmp_path: Path) -> None:
+    page = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
+    match = re.search(r"cat > two_ranks\.py <<'EOF'\n(.*?)\nEOF\n\$ (.*?)\n", page, flags=re.DOTALL)
+    assert match, "docs/distributed.md has no two_ranks.py"
+    assert match.group(2) == "torchrun --nproc-per-node 2 two_ranks.py"
+    program = tmp_path / "two_ranks.py"
+    program.write_text(match.group(1))
+    tokens = json.loads(torchrun(2, program))
+    assert [len(generated) for generated in tokens] == [8, 8]
+    assert tokens == json.loads(torchrun(1, program))

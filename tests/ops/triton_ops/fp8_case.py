@@ -1,57 +1,49 @@
 """A linear with FP8 weights whose every value that must not be read is NaN."""
 
 import torch
-from triton_batches import assert_close, linear
+from triton_batches import Batch, assert_close, linear
 
 from punica.ops.scales import Scheme
-from tests.ops.helpers import E4M3, MODES, Fp8Stack, by_ranks, products, step
+from tests.ops.helpers import E4M3, MODES, Fp8Stack, by_ranks, step
 
 FP16 = torch.float16
 
 
-class Case:
+class Case(Batch):
     """Rows of ``slots`` with adapters of ``ranks``, and one slot that no row uses. Ranks beyond an adapter's own, the
-    unused slot and their scales are NaN.
+    unused slot and their scales are NaN; ``a`` and ``b`` are what the values stand for.
     """
 
     def __init__(self, slots, widths, rank, ranks, device, fp8=E4M3, dtype=FP16, mode="channel", k=64, by_rows=False):
-        self.slots, self.ranks, self.widths = slots, [*ranks, rank], widths
-        self.dtype, self.device = dtype, device
-        self.a, self.b = ([Fp8Stack.random(len(self.ranks), *shape, MODES[mode], fp8, device) for shape in shapes]
-                          for shapes in ([(rank, k)] * len(widths), [(width, rank) for width in widths]))  # fmt: skip
-        self.real = [(first.real(), second.real()) for first, second in zip(self.a, self.b, strict=True)]
+        super().__init__(slots, k, widths, rank, len(ranks) + 1, dtype, device, [[*ranks, rank]] * len(widths))
+        shapes = [(rank, k)] * len(widths), [(width, rank) for width in widths]
+        self.stacks = [[Fp8Stack.random(self.slot_count, *shape, MODES[mode], fp8, device) for shape in of_side]
+                       for of_side in shapes]  # fmt: skip
+        self.a, self.b = ([stack.real() for stack in side] for side in self.stacks)
         for slot, live in enumerate([*ranks, 0]):
-            for first, second in zip(self.a, self.b, strict=True):
+            for first, second in zip(*self.stacks, strict=True):
                 first.stored[slot, :, live:] = second.stored[slot, :, :, live:] = float("nan")
                 if mode == "channel":
                     first.scale[slot, live:] = float("nan")
                 if live == 0:
                     second.scale[slot] = float("nan")
-        rows = len(self.slots)
-        self.x, self.before = (torch.randn(rows, size).to(dtype).to(device) for size in (k, sum(widths)))
         self.scheme, self.by_rows = Scheme(**MODES[mode]), by_rows
 
     def run(self, y=None, batch=None, linear=linear, **options):
         """y after one call."""
-        y = self.before.clone() if y is None else y
-        batch = batch or step(self.slots, self.device, rows=len(self.slots))
-        true = torch.tensor([self.ranks] * len(self.widths), dtype=torch.int32, device=self.device)
-        options = {"lora_ranks": true} | options
+        y, (a, b) = self.y.clone() if y is None else y, self.stacks
+        batch = batch or step(self.slots, self.device, self.slot_count, len(self.slots))
+        options = {"lora_ranks": self.lora_ranks} | options
         linear(
-            y, self.x, [s.stored for s in self.a],
-            [s.stored if self.by_rows else by_ranks(s.stored) for s in self.b], batch, 0.5,
-            lora_a_scale=[s.scale for s in self.a], lora_b_scale=[s.scale for s in self.b],
+            y, self.x, [s.stored for s in a], [s.stored if self.by_rows else by_ranks(s.stored) for s in b], batch, 0.5,
+            lora_a_scale=[s.scale for s in a], lora_b_scale=[s.scale for s in b],
             shrink=self.scheme, expand=self.scheme, **options,
         )  # fmt: skip
         return y
 
     def check(self, y, calls=1):
         """That y holds what so many calls add (in bfloat16 each rounds visibly); 0: what one leaves that overwrites."""
-        deltas = []
-        for a_real, b_real in self.real:
-            h = products(self.x, a_real, self.slots, 0.5, self.ranks)
-            deltas.append(products(h, b_real, self.slots, 1.0, self.ranks, of_b=True))
-        delta, bare = torch.cat(deltas, 1), torch.tensor(self.slots) < 0
-        expected = calls * delta + self.before.cpu().double() if calls else delta
-        assert_close(y[~bare], expected[~bare], self.dtype, calls if calls and self.dtype == torch.bfloat16 else 1)
-        assert torch.equal(y[bare], self.before[bare])
+        delta, used = self.expanded(self.shrunk()), self.has_adapter[:, 0]
+        expected = calls * delta + self.y.cpu().double() if calls else delta
+        assert_close(y[used], expected[used], self.dtype, calls if calls and self.dtype == torch.bfloat16 else 1)
+        assert torch.equal(y[~used], self.y[~used])

@@ -1,9 +1,8 @@
 """Random calls of all ops against plain torch: ``python random_calls.py FIRST COUNT SEED`` makes those numbers.
 
-Number and seed decide a call. `PER_FORM` neighbours share a *form*, for which kernels are compiled. A line describes a
-call before it is made, since it may take the process down; a line that begins with "failed" follows a wrong one. What
-must not be read is NaN: around operands, in free slots, beyond true ranks, in rows without adapter, in outputs that are
-overwritten. What must not be written keeps its bits.
+Number and seed decide a call; `PER_FORM` neighbours share a *form*, for which kernels are compiled. A line describes a
+call before it is made; "failed" follows a wrong one. What must not be read is NaN: around operands, in free slots,
+beyond true ranks, in rows without adapter, in outputs that are overwritten. What must not be written keeps its bits.
 """
 
 import functools
@@ -30,7 +29,7 @@ from punica.ops import moe_torch, triton_ops  # noqa: E402
 from punica.ops.scales import Scheme  # noqa: E402
 from punica.vllm.experts import DEFAULTS  # noqa: E402
 from punica.wrapper import PunicaWrapperGPU  # noqa: E402
-from tests.ops.helpers import E4M3, E5M2, MODES  # noqa: E402
+from tests.ops.helpers import E4M3, E5M2, MODES, Fp8Stack  # noqa: E402
 from tests.ops.moe_cases import SCHEMES, Case, World, add_w2, add_w13, keywords  # noqa: E402
 
 SMALL = not torch.cuda.is_available()
@@ -40,9 +39,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 ROUNDING = {
     torch.float16: 2**-11, torch.bfloat16: 2**-7 if SMALL else 2**-8, torch.float32: 2**-23, torch.float8_e4m3fn: 2**-4,
 }  # fmt: skip
-"""Largest error of a rounded value, in parts of it (Triton's interpreter truncates bfloat16)."""
 SUMMED = 1e-5
-"""Largest error of a sum in float32, in parts of the sum of magnitudes."""
+"""Largest error of a rounded value (Triton's interpreter truncates bfloat16) or of a float32 sum, in parts of these."""
 PER_FORM, MOST_WEIGHTS = (4, 100_000) if SMALL else (160, 6_000_000)
 NUMBERS = torch.arange(4096, device=DEVICE)
 FLOATS, BOTH, RARELY = tuple(ROUNDING)[:3], (False, True), (False, False, False, False, True)
@@ -150,7 +148,8 @@ class Layer:
     """Dense weights: per slice as stored ``[L, (1,) out, in]``, scales, and values in float64 with 0 for NaN."""
 
     def __init__(self, form: SimpleNamespace) -> None:
-        self.form, self.generator = form, torch.Generator(DEVICE).manual_seed(form.k)
+        self.form, self.generator = form, torch.Generator(DEVICE)
+        torch.manual_seed(form.k)
         self.mode = MODES[form.mode] if form.fp8 else {}
         self.ranks = torch.tensor(form.ranks, dtype=torch.int32, device=DEVICE) if form.true_ranks else None
         self.a = [self._slice(i, form.rank, form.k, 0) for i in range(form.slices)]
@@ -160,19 +159,14 @@ class Layer:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=DEVICE)
 
-    def scales(self, *shape: int) -> Tensor:
-        return torch.rand(shape, generator=self.generator, device=DEVICE) + 0.1
-
     def _slice(self, i: int, rows: int, columns: int, rank_dim: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        form, mode, scale = self.form, self.mode, None
-        values = self.normal(form.slots, rows, columns) * (1 if form.fp8 else columns**-0.5)
-        values = values.to(form.fp8 or form.dtype)
-        real = values.float().double()
+        form, scale = self.form, None
         if form.fp8:
-            group_n, group_k = mode.get("group_n", 1 if mode else rows), mode.get("group_k", columns)
-            scale = self.scales(form.slots, -(-rows // group_n), -(-columns // group_k)) * columns**-0.5
-            real *= scale.double()[:, NUMBERS[:rows] // group_n][..., NUMBERS[:columns] // group_k]
-            scale = scale.squeeze(2) if form.mode == "channel" else scale if mode else scale.flatten()
+            stack = Fp8Stack.random(form.slots, rows, columns, self.mode, form.fp8, DEVICE)
+            values, scale, real = stack.stored[:, 0], stack.scale, stack.real().to(DEVICE)
+        else:
+            values = (self.normal(form.slots, rows, columns) * columns**-0.5).to(form.dtype)
+            real = values.double()
         for slot in range(form.slots):
             live = (form.ranks[i][slot] if form.true_ranks else form.rank) if slot < form.live else 0
             for tensor, nothing in ((values, NAN), (real, 0.0)):
@@ -189,7 +183,8 @@ class Layer:
         real, kind, (rows, k) = values.float().double(), self.form.x_scale, values.shape[-2:]
         if in_fp8:
             group = self.mode.get("group_k", k) if kind == "groups" else k
-            scale = self.scales(1 if kind == "one" else rows, -(-k // group))
+            shape = (1 if kind == "one" else rows, -(-k // group))
+            scale = torch.rand(shape, generator=self.generator, device=DEVICE) + 0.1
             real *= scale.double()[:, NUMBERS[:k] // group]
             scale = scale.flatten() if kind in ("one", "row") else scale
         stored = placed(values, "x" in self.form.off, self.form.layout)[0]
@@ -383,8 +378,8 @@ def main(first: int, count: int, seed: int) -> None:
         call.op = rng.choice(["experts", "experts by numbers", "alignment"] if form.of_experts else ops)
         call.rows, call.number = rng.choice(form.rows), number
         print(f"call {number}: {vars(call)} of {vars(form)}", flush=True)
-        if os.environ.get("RANDOM_CALLS_END") == str(number):  # for a test of the test
-            os._exit(9)
+        if os.environ.get("RANDOM_CALLS_END") == str(number):
+            os._exit(9)  # for a test of the test
         try:
             if form.of_experts:
                 fault = (call_alignment if call.op == "alignment" else call_experts)(form, call, rng)

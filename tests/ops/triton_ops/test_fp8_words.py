@@ -197,7 +197,7 @@ def test_planes_are_written_as_far_as_expand_reads(rank, swap_ab, device, use_sc
     (partials,) = [tensor for tensor in made if tensor.ndim == 4]
     loose = swap_ab and rank > 32
     for row, slot in enumerate(case.slots):
-        live = case.ranks[slot] if slot >= 0 else 0
+        live = case.ranks[0][slot] if slot >= 0 else 0
         end = -(-live // 4) * 4
         assert partials[:, :, row, end:].isnan().all()
         assert partials[:, :, row, : min(end, rank) if loose else live].isfinite().all()
@@ -211,7 +211,7 @@ def test_prefills_of_full_size(sizes, rank, dtype):
     """As they are chosen: y is read before the kernel in front has ended, which the calls in front have written."""
     for widths in ((1024,), (640, 64, 64)):
         case = Case(spread(*sizes), widths, rank, [rank, 7, 5][: len(sizes) - 1], "cuda", dtype=dtype)
-        y, batch = case.before.clone(), step(case.slots, "cuda", rows=len(case.slots))
+        y, batch = case.y.clone(), step(case.slots, "cuda", rows=len(case.slots))
         for _ in range(4):
             case.run(y, batch)
         case.check(y, 4)

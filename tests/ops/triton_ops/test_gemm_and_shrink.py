@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from triton_batches import SHRINK_ROWS, SHRINK_TILES, TOLERANCE, Batch, assert_close, linear
+from triton_batches import SHRINKS, TOLERANCE, Batch, assert_close, linear
 
 from punica.ops.quant import E4M3, dequantize, quantize_per_channel
 from punica.ops.scales import Scheme
@@ -107,7 +107,7 @@ def test_the_bits_repeat_and_rows_of_no_adapter_have_the_base_product(device) ->
 
 
 def test_what_has_a_launch_of_its_own(device, fused, use_schedules) -> None:
-    for schedule, options in ((SHRINK_TILES, {}), (SHRINK_ROWS, {"options": Options(tuned_dir="somewhere")})):
+    for schedule, options in ((SHRINKS["tiles"], {}), (SHRINKS["rows"], {"options": Options(tuned_dir="somewhere")})):
         use_schedules(shrink=schedule)
         case = Case(DISTINCT, device)
         assert_close(case.run(**options), case.expected(), FP16)
@@ -115,7 +115,7 @@ def test_what_has_a_launch_of_its_own(device, fused, use_schedules) -> None:
 
 
 def test_the_shrink_of_a_launch_of_its_own_runs_aside(device, use_schedules) -> None:
-    use_schedules(shrink=SHRINK_TILES)
+    use_schedules(shrink=SHRINKS["tiles"])
     case, seen = Case(DISTINCT, device), []
 
     @contextmanager

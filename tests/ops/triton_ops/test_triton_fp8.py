@@ -143,7 +143,7 @@ def test_true_ranks_and_poison(by_rows, width, form, rank, device, use_schedules
     case = Case([0, 1, 0, -1, 1] + [0] * 20, (width,), rank, [5, 0], device, k=100, by_rows=by_rows)
     y = case.run()
     case.check(y)
-    assert torch.equal(y[[1, 4]], case.before[[1, 4]])
+    assert torch.equal(y[[1, 4]], case.y[[1, 4]])
 
 
 @pytest.mark.parametrize("layout", ["stride 0", "4 dimensions", "gaps"])
@@ -204,7 +204,7 @@ def test_schemes_of_both(device):
 def test_the_first_product_may_be_launched_elsewhere(w8a8, mode, device):
     """All that it needs happens inside of the context, and the second product outside."""
     case, seen = Case([0, 2, -1], (40,), 16, [16] * 3, device, mode=mode, k=96), []
-    case.scheme, y = case.scheme._replace(use_fp8_w8a8=w8a8), case.before.clone()
+    case.scheme, y = case.scheme._replace(use_fp8_w8a8=w8a8), case.y.clone()
 
     @contextmanager
     def aside():
@@ -213,9 +213,9 @@ def test_the_first_product_may_be_launched_elsewhere(w8a8, mode, device):
         seen.append(y.clone())
 
     case.run(y, aside=aside)
-    assert [torch.equal(one, case.before) for one in seen] == [True, True]
+    assert [torch.equal(one, case.y) for one in seen] == [True, True]
     assert torch.equal(y, case.run())
-    assert not torch.equal(y, case.before)
+    assert not torch.equal(y, case.y)
 
 
 ONES = torch.ones

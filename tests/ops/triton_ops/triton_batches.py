@@ -14,14 +14,13 @@ from tests.ops.helpers import TOLERANCE, StepCalls, assert_close, assert_shrunk,
 __all__ = ["TOLERANCE", "assert_shrunk"]  # of kernel tests, too
 KERNELS = StepCalls(TritonOps)
 shrink, expand, linear = KERNELS.shrink, KERNELS.expand, KERNELS.linear
-SHRINK_ROWS = Schedule(0, 8, 128)
-SHRINK_TILES = Schedule(16, 32, 64, num_stages=3)
-EXPAND_ROWS = Schedule(0, 64, 16)
-EXPAND_TILES = Schedule(16, 64, 64, num_stages=3)
-EXPAND_WALK = Schedule(32, 32, 64, num_stages=2, tiles_n=3)
-EXPAND_DEEP = Schedule(16, 64, 16, num_stages=2, tiles_n=2)
-SHRINKS = {"rows": SHRINK_ROWS, "tiles": SHRINK_TILES}
-EXPANDS = {"rows": EXPAND_ROWS, "tiles": EXPAND_TILES, "walk": EXPAND_WALK, "deep": EXPAND_DEEP}
+SHRINKS = {"rows": Schedule(0, 8, 128), "tiles": Schedule(16, 32, 64, num_stages=3)}
+EXPANDS = {
+    "rows": Schedule(0, 64, 16),
+    "tiles": Schedule(16, 64, 64, num_stages=3),
+    "walk": Schedule(32, 32, 64, num_stages=2, tiles_n=3),
+    "deep": Schedule(16, 64, 16, num_stages=2, tiles_n=2),
+}
 
 
 @dataclass
