@@ -1,5 +1,8 @@
 """Runners of a tiny random Llama with adapters on disk, and the tokens of a single engine for the same requests."""
 
+import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +13,7 @@ from transformers import LlamaConfig
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.cluster.dispatcher import Dispatcher, EndedStep
 from punica.cluster.runner import Runner, StepCommand, random_engine
-from punica.engine import Engine, EngineConfig, Request, SamplingParams
+from punica.engine import Engine, EngineConfig, Request, RequestState, SamplingParams
 from tests.world import SIZES, reading_beside
 
 MODEL = LlamaConfig(**SIZES)
@@ -34,11 +37,11 @@ def requests(
     adapters: dict[int, LoRARequest], count: int, seed: int = 0, longest: int = 24, seeded: bool = False
 ) -> list[Request]:
     """Build greedy and sampled requests; unless ``seeded``, tokens of some depend on the number of requests before."""
-    random = np.random.Generator(np.random.PCG64(seed))
+    chance = np.random.Generator(np.random.PCG64(seed))
     made = []
     for i in range(count):
-        prompt = random.integers(0, MODEL.vocab_size, random.integers(1, 20)).tolist()
-        new = int(random.integers(1, longest))
+        prompt = chance.integers(0, MODEL.vocab_size, chance.integers(1, 20)).tolist()
+        new = int(chance.integers(1, longest))
         params = (
             SamplingParams(new),
             SamplingParams(new, temperature=1.0, seed=i),
@@ -92,6 +95,95 @@ def run(world: LocalRunners) -> dict[str, str | None]:
             ended = world.step(uuid, command)
             failed |= {state.request_id: state.error for state in ended.failed}
     return failed
+
+
+class Disturbed:
+    """Random events around local runners: steps that end in any order, crashes inside of a step, restarts, aborts.
+
+    Runners crash on a request named poison once it has ``poison_at`` tokens, and ``most_crashes`` times by chance.
+    """
+
+    def __init__(self, seed: int, count: int = 3, poison_at: int = 10**9, most_crashes: int = 0, **engine) -> None:
+        self.random, self.engine = random.Random(seed), engine
+        self.poison_at, self.most_crashes = poison_at, most_crashes
+        self.world = LocalRunners.of(count, **engine)
+        self.dispatcher = self.world.dispatcher
+        self.in_flight: dict[str, StepCommand] = {}
+        self.unfinished: dict[str, Request] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: Counter[str] = Counter()
+        self.failed: list[RequestState] = []
+        self.evictions = self.crashes = self.most_quarantined = 0
+
+    def run(self, asked: Sequence[Request], aborts: float = 0.0) -> None:
+        todo = list(asked)
+        while todo or self.dispatcher.num_unfinished:
+            if todo and self.random.random() < 0.4:
+                self.add(todo.pop(0))
+            self.begin_all()
+            if self.random.random() < aborts:
+                self.abort()
+            if self.in_flight:
+                self.end_one()
+            if self.crashes < self.most_crashes and self.random.random() < 0.015 * self.most_crashes:
+                self.crash(self.random.choice(sorted(self.world.runners)))
+
+    def add(self, request: Request) -> None:
+        self.dispatcher.add(request)
+        self.unfinished[request.request_id] = request
+        self.tokens[request.request_id] = []
+
+    def abort(self) -> None:
+        """Take a request back, in a step perhaps, and ask for it again: its name is free."""
+        if self.unfinished:
+            request = self.random.choice(list(self.unfinished.values()))
+            state = self.dispatcher.abort(request.request_id)
+            assert (state.finish_reason, state.output_token_ids) == ("aborted", self.tokens[request.request_id])
+            self.add(request)
+
+    def begin_all(self) -> None:
+        while self.dispatcher.startable:
+            uuid = self.random.choice(sorted(self.dispatcher.startable))
+            waiting = self.dispatcher.policy.num_queued
+            command = self.dispatcher.begin(uuid)
+            self.evictions += self.dispatcher.policy.num_queued > waiting
+            if command is not None:
+                self.in_flight[uuid] = command
+            for gpu in self.dispatcher.policy.gpus.values():
+                quarantined = sum(member.quarantined for member in gpu.members.values())
+                assert not quarantined or gpu.working_set == 1
+                self.most_quarantined = max(self.most_quarantined, quarantined)
+
+    def end_one(self) -> None:
+        uuid = self.random.choice(sorted(self.in_flight))
+        if self.is_poisoned(uuid):
+            self.crash(uuid)
+            return
+        ended = self.world.step(uuid, self.in_flight.pop(uuid))
+        for name, token in ended.tokens.items():
+            self.tokens[name].append(token)
+        assert not ended.failed
+        for state in ended.finished:
+            del self.unfinished[state.request_id]
+            self.ended[state.request_id] += 1
+
+    def is_poisoned(self, uuid: str) -> bool:
+        """Tell if the step in flight of a runner has the poison in it, with so many tokens."""
+        states, joins = self.world.runners[uuid].engine._requests, self.in_flight[uuid].joins
+        counts = [state.num_generated for name, state in states.items() if "poison" in name]
+        counts += [len(joins.generated)] if joins is not None and "poison" in joins.request.request_id else []
+        return max(counts, default=-1) >= self.poison_at
+
+    def crash(self, uuid: str) -> None:
+        """Crash a runner whose step may have run: its reply is lost either way. Another runner joins."""
+        command = self.in_flight.pop(uuid, None)
+        if command is not None and self.random.random() < 0.5:
+            self.world.runners[uuid].step(command)
+        self.crashes += 1
+        for state in self.dispatcher.died(uuid, f"death {self.crashes}"):
+            del self.unfinished[state.request_id]
+            self.failed.append(state)
+        self.world.replace(uuid, **self.engine)
 
 
 def new_runner(files: dict | None = None, beside: bool = False, **engine) -> Runner:

@@ -1,6 +1,5 @@
 """Requests through dispatcher and runners in one process: tokens as of an undisturbed engine, under any disturbance."""
 
-import random
 import time
 from collections import Counter
 from dataclasses import replace
@@ -10,98 +9,37 @@ import pytest
 import experiments.simulator  # noqa: F401  # rules of other systems
 from punica.adapters import LoRAModelManager, LoRARequest
 from punica.cluster.dispatcher import Dispatcher
-from punica.cluster.runner import Runner, StepCommand
+from punica.cluster.runner import Runner
 from punica.engine import Engine, Request, SamplingParams
 from punica.engine.runner import ModelRunner
-from tests.cluster.runner_world import LocalRunners, factory, new_runner, requests, run, undisturbed
-
-
-class Disturbed:
-    """Random events around local runners: steps that end in any order, crashes inside of a step, restarts."""
-
-    def __init__(self, seed: int, **engine) -> None:
-        self.random, self.engine = random.Random(seed), engine
-        self.world = LocalRunners.of(3, **engine)
-        self.in_flight: dict[str, StepCommand] = {}
-        self.unfinished: dict[str, Request] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.ended: Counter[str] = Counter()
-        self.evictions = self.crashes = 0
-
-    def add(self, request: Request) -> None:
-        self.world.dispatcher.add(request)
-        self.unfinished[request.request_id] = request
-        self.tokens[request.request_id] = []
-
-    def abort(self) -> None:
-        """Take a request back, in a step perhaps, and ask for it again: its name is free."""
-        if self.unfinished:
-            request = self.random.choice(list(self.unfinished.values()))
-            state = self.world.dispatcher.abort(request.request_id)
-            assert (state.finish_reason, state.output_token_ids) == ("aborted", self.tokens[request.request_id])
-            self.add(request)
-
-    def begin_all(self) -> None:
-        dispatcher = self.world.dispatcher
-        while dispatcher.startable:
-            uuid = self.random.choice(sorted(dispatcher.startable))
-            waiting = dispatcher.policy.num_queued
-            command = dispatcher.begin(uuid)
-            self.evictions += dispatcher.policy.num_queued > waiting
-            if command is not None:
-                self.in_flight[uuid] = command
-
-    def end_one(self) -> None:
-        uuid = self.random.choice(sorted(self.in_flight))
-        ended = self.world.step(uuid, self.in_flight.pop(uuid))
-        for name, token in ended.tokens.items():
-            self.tokens[name].append(token)
-        assert not ended.failed
-        for state in ended.finished:
-            del self.unfinished[state.request_id]
-            self.ended[state.request_id] += 1
-
-    def crash(self) -> None:
-        """Crash a runner whose step may have run: its reply is lost either way. Another runner joins."""
-        uuid = self.random.choice(sorted(self.world.runners))
-        command = self.in_flight.pop(uuid, None)
-        if command is not None and self.random.random() < 0.5:
-            self.world.runners[uuid].step(command)
-        assert self.world.dispatcher.died(uuid, "a crash") == ()
-        self.world.replace(uuid, **self.engine)
-        self.crashes += 1
+from tests.cluster.runner_world import Disturbed, LocalRunners, factory, new_runner, requests, run, undisturbed
 
 
 @pytest.mark.parametrize(
-    ("works_ahead", "beside", "seed"),
-    [(False, False, 0), (True, True, 0), *(pytest.param(a, not a, 1, marks=pytest.mark.slow) for a in (False, True))],
-)
+    ("works_ahead", "beside", "seed", "crashes"),
+    [
+        (False, False, 0, 2), (True, True, 0, 2), (False, False, 2, 10),
+        *(pytest.param(a, not a, 1, 2, marks=pytest.mark.slow) for a in (False, True)),
+        pytest.param(True, False, 2, 10, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_tokens_come_once_and_as_undisturbed_whatever_crashes_is_evicted_or_aborted(
-    adapters, monkeypatch, seed, beside, works_ahead
+    adapters, monkeypatch, seed, beside, works_ahead, crashes
 ) -> None:
-    """An aborted request is asked for again under its name, where it has a seed."""
+    """An aborted request is asked for again under its name, where it has a seed. Unrelated deaths fail no request."""
     monkeypatch.setattr(ModelRunner, "works_ahead", works_ahead)
     read = LoRAModelManager.read_adapter
     monkeypatch.setattr(LoRAModelManager, "read_adapter", lambda *given: time.sleep(0.02) or read(*given))
     asked = requests(adapters, 24, seed, seeded=beside)
     expected = undisturbed(asked)
-    disturbed = Disturbed(seed, num_blocks=19, beside=beside)
-    todo = list(asked)
-    while todo or disturbed.world.dispatcher.num_unfinished:
-        if todo and disturbed.random.random() < 0.4:
-            disturbed.add(todo.pop(0))
-        disturbed.begin_all()
-        if beside and disturbed.random.random() < 0.1:
-            disturbed.abort()
-        if disturbed.in_flight:
-            disturbed.end_one()
-        if disturbed.crashes < 2 and disturbed.random.random() < 0.03:
-            disturbed.crash()
+    disturbed = Disturbed(seed, most_crashes=crashes, num_blocks=19, beside=beside)
+    disturbed.run(asked, aborts=0.1 * beside)
     assert disturbed.tokens == expected
     assert disturbed.ended == Counter(expected.keys())
     assert disturbed.evictions > 0 or beside  # who joins when, and so whether blocks run out, is up to a thread there
-    assert disturbed.crashes == 2
-    assert not any(gpu.used_pages for gpu in disturbed.world.dispatcher.policy.gpus.values())
+    assert (disturbed.crashes, disturbed.failed) == (crashes, [])
+    assert disturbed.most_quarantined == 1 or crashes < 10
+    assert not any(gpu.used_pages for gpu in disturbed.dispatcher.policy.gpus.values())
 
 
 @pytest.mark.parametrize("works_ahead", [False, True], ids=["in turn", "ahead"])

@@ -1,6 +1,8 @@
 """Activated LoRA in the engine, with the PEFT library in float32 as the oracle of tokens and log-probabilities."""
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import peft
 import pytest
@@ -8,7 +10,7 @@ import torch
 import transformers
 
 from punica.adapters import LoRARequest, write_random_adapter
-from punica.engine import Engine, Request
+from punica.engine import Engine, GenerationResult, Request, RequestState
 from punica.engine.runner import ModelRunner
 from punica.scheduling import SamplingParams
 
@@ -25,6 +27,28 @@ def activated(backbone, folder, number: int, invocation: tuple[int, ...]) -> LoR
     return LoRARequest(f"activated-{number}", number, str(path))
 
 
+Generated = tuple[list[int], list[float]]
+"""Tokens and their log-probabilities."""
+
+
+def generated(model: Any, prompt: Sequence[int], new: int) -> Generated:
+    """Continue a prompt by a model of transformers or PEFT."""
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.inference_mode():
+        made = model.generate(
+            input_ids=torch.tensor([prompt]), output_logits=True, return_dict_in_generate=True, **options
+        )
+    tokens = made.sequences[0, len(prompt) :].tolist()
+    rows = [row[0].log_softmax(-1) for row in made.logits]
+    return tokens, [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+
+
+def check_generated(state: RequestState | GenerationResult, expected: Generated) -> None:
+    tokens, logprobs = expected
+    assert (state.error, state.logprobs and [next(iter(one)) for one in state.logprobs]) == (None, tokens)
+    assert [one[token] for one, token in zip(state.logprobs, tokens, strict=True)] == pytest.approx(logprobs, abs=2e-4)
+
+
 class Oracle:
     """PEFT's generation with each of three activated adapters, with a plain one, and without."""
 
@@ -39,17 +63,10 @@ class Oracle:
             self._models[number] = peft.PeftModel.from_pretrained(own, adapter.lora_path)
         self._known: dict[tuple, tuple] = {}
 
-    def generate(self, prompt: tuple[int, ...], number: int, new: int) -> tuple[list[int], list[float]]:
+    def generate(self, prompt: tuple[int, ...], number: int, new: int) -> Generated:
         key = prompt, number, new
         if key not in self._known:
-            options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-            with torch.inference_mode():
-                made = self._models[number].generate(
-                    input_ids=torch.tensor([prompt]), output_logits=True, return_dict_in_generate=True, **options
-                )
-            tokens = made.sequences[0, len(prompt) :].tolist()
-            rows = [row[0].log_softmax(-1) for row in made.logits]
-            self._known[key] = tokens, [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+            self._known[key] = generated(self._models[number], prompt, new)
         return self._known[key]
 
 
@@ -67,10 +84,7 @@ def check(oracle: Oracle, engine: Engine, *wishes: tuple[tuple[int, ...], int, i
     while engine.has_unfinished():
         steps.append(engine.step().statistics)
     for state, wish in zip(states, wishes, strict=True):
-        tokens, logprobs = oracle.generate(*wish)
-        assert (state.error, state.output_token_ids) == (None, tokens)
-        found = [one[token] for one, token in zip(state.logprobs, tokens, strict=True)]
-        assert found == pytest.approx(logprobs, abs=2e-4)
+        check_generated(state, oracle.generate(*wish))
     return steps
 
 

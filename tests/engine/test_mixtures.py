@@ -13,6 +13,7 @@ from punica.checks import MOST_MIXED
 from punica.engine import Engine, Mixture, Request
 from punica.engine.runner import ModelRunner
 from punica.scheduling import SamplingParams
+from tests.engine.test_activated_lora import Generated, check_generated, generated
 from tests.world import adapter_of_the_ends
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -35,22 +36,14 @@ class Oracle:
         for number in (2, 3, 4, 6):
             self._model.load_adapter(self.adapters[number].lora_path, str(number))
 
-    def generate(self, prompt: tuple[int, ...], weights: dict[int, float], new: int, how: str = "cat") -> tuple:
+    def generate(self, prompt: tuple[int, ...], weights: dict[int, float], new: int, how: str = "cat") -> Generated:
+        if not weights:
+            with self._model.disable_adapter():
+                return generated(self._model, prompt, new)
         name = how + "".join(f"_{one}_{weight:g}".replace(".", "p") for one, weight in weights.items())
-        options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        with torch.inference_mode():
-            if weights:
-                numbers = list(map(str, weights))
-                self._model.add_weighted_adapter(numbers, list(weights.values()), name, combination_type=how)
-                self._model.set_adapter(name)
-            model = self._model if weights else self._model.get_base_model()
-            with self._model.disable_adapter() if not weights else torch.no_grad():
-                made = model.generate(
-                    input_ids=torch.tensor([prompt]), output_logits=True, return_dict_in_generate=True, **options
-                )
-        tokens = made.sequences[0, len(prompt) :].tolist()
-        rows = [row[0].log_softmax(-1) for row in made.logits]
-        return tokens, [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+        self._model.add_weighted_adapter([*map(str, weights)], [*weights.values()], name, combination_type=how)
+        self._model.set_adapter(name)
+        return generated(self._model, prompt, new)
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +65,8 @@ def serve(oracle: Oracle, engine: Engine, expected: list[tuple], wishes=WISHES) 
     states = [engine.add_request(request_of(oracle, str(i), *wish)) for i, wish in enumerate(wishes)]
     while engine.has_unfinished():
         engine.step()
-    for state, (tokens, logprobs) in zip(states, expected, strict=True):
-        assert (state.error, state.output_token_ids) == (None, tokens)
-        found = [one[token] for one, token in zip(state.logprobs, tokens, strict=True)]
-        assert found == pytest.approx(logprobs, abs=2e-4)
+    for pair in zip(states, expected, strict=True):
+        check_generated(*pair)
     return states
 
 
@@ -200,10 +191,4 @@ def test_head_is_mixed_embedding_is_refused_alone(backbone, oracle, expected, tm
     model.load_adapter(backbone.adapters[1].lora_path, "b")
     model.add_weighted_adapter(["a", "b"], [0.5, 0.7], "c", combination_type="cat")
     model.set_adapter("c")
-    with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([[*PROMPT, *found.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
-    assert found.token_ids == logits.argmax(-1).tolist()
-    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
-    assert [one[token] for one, token in zip(found.logprobs, found.token_ids, strict=True)] == pytest.approx(
-        logprobs.tolist(), abs=2e-4
-    )
+    check_generated(found, generated(model, PROMPT, 4))

@@ -2,13 +2,9 @@
 
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
-from experiments.simulator import StepCost, Trace, simulate
-from experiments.workload import RequestLengths
-from punica.cluster import ClusterPolicy
-from punica.engine import Engine, Request
+from punica.engine import Engine
 from punica.engine.overlap import Overlap
 from punica.engine.runner import ModelRunner
 from punica.engine.sampler import PendingCopy
@@ -45,31 +41,6 @@ def finish(engine: Engine) -> dict[str, list[int]]:
 def test_tokens_of_requests_that_join_leave_and_go_on(backbone, mixed_wishes, mixed_tokens, serve, begun) -> None:
     assert serve(backbone.engine(max_batch_size=4), mixed_wishes) == mixed_tokens
     assert sum(layout.num_prefill_rows > 0 for layout in begun) == 15, "all but the first join a step launched ahead"
-
-
-@pytest.mark.parametrize("works_ahead", [True, False])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_request_joins_in_the_step_that_the_cluster_s_simulator_says(
-    backbone, monkeypatch, seed, works_ahead
-) -> None:
-    monkeypatch.setattr(ModelRunner, "works_ahead", works_ahead)
-    chance = np.random.default_rng(seed)
-    arrivals = np.sort(np.r_[0.0, chance.uniform(0.05, 35.0, 30)])
-    lengths = RequestLengths(chance.integers(1, 5, 31), np.r_[58, chance.integers(1, 12, 30)])  # the first never idles
-    engine, first, count = backbone.engine(max_batch_size=4), {}, 0
-    while len(first) < len(arrivals):
-        for i in np.flatnonzero((count - 1 < arrivals) & (arrivals <= count)):
-            engine.add_request(Request(f"{i}", [1] * int(lengths.prompt[i]), int(lengths.output[i])))
-        count += 1
-        for name in engine.step().tokens:
-            first.setdefault(int(name), count)
-    policy = ClusterPolicy(max_batch_size=4)
-    policy.add_gpu("gpu", 1000)
-    second = StepCost("a step is a second", base=1.0, row=0.0, kv=0.0, prefill=0.0, rank=0.0)
-    none = np.zeros(len(arrivals), dtype=np.int64)
-    trace = Trace(arrivals, lengths, none, none)
-    said = simulate(trace, policy, second, works_ahead=works_ahead, own_queue=True)
-    assert [first[i] for i in range(len(arrivals))] == said.first_token_s.tolist()
 
 
 def test_a_step_is_begun_before_the_host_has_read_the_one_before(backbone, begun, monkeypatch) -> None:
