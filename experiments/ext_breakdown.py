@@ -147,7 +147,4 @@ def bytes_moved(model: ModelConf, rank: int, shape: StepShape, *, fp8_cache: boo
     return model.dtype.bytes * wide + (1 if fp8_cache else model.dtype.bytes) * cached
 
 
-EXPERIMENT = Breakdown()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Breakdown, __name__)

@@ -77,7 +77,4 @@ def _point(line: Line, system: str) -> Point:
     return Point(line.label, system, f"{line.adapters} adapters", line.model, line.tokens, None, RANK, settings)
 
 
-EXPERIMENT = ExpertTables()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(ExpertTables, __name__)

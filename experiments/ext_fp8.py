@@ -84,7 +84,4 @@ def bytes_read(figure: OperatorConf, rows: int, adapters: int, rank: int, system
     return adapters * (weights + scales) + wide * rows * (figure.h1 + figure.h2)
 
 
-EXPERIMENT = Fp8()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Fp8, __name__)

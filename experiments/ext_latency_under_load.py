@@ -58,7 +58,6 @@ class ArrivalsConf(FigureConf):
     drain: Seconds  # of patience with them
     check_requests: Count
     check_tokens: Count
-    sizes: dict[str, Any]  # what depends on the scale
 
     @property
     def span(self) -> Span:
@@ -164,7 +163,4 @@ def settings_of(cfg: Config) -> dict[str, Any]:
     }
 
 
-EXPERIMENT = LatencyUnderLoad()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(LatencyUnderLoad, __name__)

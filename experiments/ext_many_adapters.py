@@ -145,7 +145,4 @@ def holdings(figure: ManyConf) -> dict[str, tuple[int, int | None, int | None]]:
     }
 
 
-EXPERIMENT = ManyAdapters()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(ManyAdapters, __name__)

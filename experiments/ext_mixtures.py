@@ -15,7 +15,7 @@ by adapter). All are checked against the reference first. Cost at scale=laptop: 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 from experiments.benches.operator_figure import OperatorConf, OperatorExperiment
 from experiments.harness import Config, Point, Reading, main, sampled
@@ -27,7 +27,6 @@ class MixturesConf(OperatorConf):
 
     fans: Counts
     pool: Count
-    sizes: dict[str, Any]  # what depends on the scale
 
     def resident(self, cfg: Config) -> int:
         return self.pool
@@ -62,7 +61,4 @@ class Mixtures(OperatorExperiment):
         return [sampled("latency", samples[name], "us") for name in names]
 
 
-EXPERIMENT = Mixtures()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Mixtures, __name__)

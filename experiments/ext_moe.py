@@ -111,7 +111,4 @@ def _steps(batch: int, seconds: Sequence[float]) -> list[Reading]:
     return [*latency, *sampled("engine_throughput", [batch / one for one in seconds], "token/s")]
 
 
-EXPERIMENT = MixtureOfExperts()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(MixtureOfExperts, __name__)

@@ -104,7 +104,4 @@ class OperatorTables(Experiment):
         return [Reading("latency", us, "us", "median")]
 
 
-EXPERIMENT = OperatorTables()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(OperatorTables, __name__)

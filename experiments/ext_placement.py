@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +72,6 @@ class PlacementConf(FigureConf):
     adapters: int = Field(ge=1)
     host_adapters: int = Field(ge=32)
     seeds: int = Field(ge=1)
-    sizes: dict[str, Any]
     seconds: Count
     waiting: Count
 
@@ -198,7 +197,4 @@ def while_full(first_token_s: NDArray[np.float64], tokens: NDArray[np.int64], pl
     return float(tokens[start : max(start + 1, end)].mean())
 
 
-EXPERIMENT = Placement()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Placement, __name__)

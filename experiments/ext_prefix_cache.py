@@ -56,7 +56,6 @@ class PrefixConf(FigureConf):
     trace: Path | None = None
     trace_adapters: Count
     trace_tokens: Counts  # that the simulated caches have room for
-    sizes: dict[str, Any]  # what depends on the scale
 
 
 class PrefixCache(Experiment):
@@ -141,7 +140,4 @@ def _hits(figure: PrefixConf, point: Point) -> Reading:
     return Reading("hit_rate", rate, "share", kind="simulated", cost_model="no time: blocks of a prefix cache")
 
 
-EXPERIMENT = PrefixCache()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(PrefixCache, __name__)

@@ -25,12 +25,11 @@ NONE, ONE, EACH, FP8_EACH = "no adapter", "one adapter", "one each", "one each, 
 
 
 class PriceConf(FigureConf):
-    """Names of `BASES`, requests of a step, and tokens of each; by scale, in `sizes`."""
+    """Names of `BASES`, requests of a step, and tokens of each."""
 
     bases: list[str]
     batch_sizes: Counts
     context: Count
-    sizes: dict[str, Any]
 
 
 class PriceOfLora(Experiment):
@@ -106,7 +105,4 @@ def bytes_moved(model: ModelConf, point: Point) -> int:
     return base + batch * context * model.kv_elements() * (1 if fp8_cache else wide) + each * adapters
 
 
-EXPERIMENT = PriceOfLora()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(PriceOfLora, __name__)

@@ -96,7 +96,6 @@ class ServersConf(FigureConf):
     check: Pair  # requests, and new tokens of each
     repeats: Count  # of the request in company
     check_prompt: Count
-    sizes: dict[str, Any]  # what depends on the scale
 
     @property
     def span(self) -> Span:
@@ -299,7 +298,4 @@ def _readings(figure: ServersConf, point: Point, lines: Sequence[dict[str, Any]]
     ]
 
 
-EXPERIMENT = Servers()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Servers, __name__)

@@ -28,12 +28,11 @@ ADAPTERS = NONE, ONE, EACH
 
 
 class SpeculationConf(FigureConf):
-    """Requests of a step, tokens of each, and drafts; by scale, in `sizes`."""
+    """Requests of a step, tokens of each, and drafts."""
 
     batch_sizes: Counts
     drafts: list[int]
     context: Count
-    sizes: dict[str, Any]
 
 
 class Speculation(Experiment):
@@ -90,7 +89,4 @@ class Speculation(Experiment):
         return self.kept((cfg.model.name, rank, most, context), checked)
 
 
-EXPERIMENT = Speculation()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Speculation, __name__)

@@ -60,7 +60,4 @@ def _trace(cfg: Config) -> Trace:
     return cfg.workload.trace(cast(LoadConf, cfg.figure).requests)
 
 
-EXPERIMENT = Traces()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Traces, __name__)

@@ -29,7 +29,6 @@ class TrainingConf(FigureConf):
     adapters: Counts
     tokens: Counts
     most_rows: Count
-    sizes: dict[str, Any]  # what depends on the scale
 
 
 class TrainingTogether(Experiment):
@@ -88,7 +87,4 @@ def _shapes(model: ModelConf, panel: str) -> list[tuple[int, int]]:
     return [widths.get(name, (inner, hidden)) for name in (LAYER if part == "layer" else [part])]
 
 
-EXPERIMENT = TrainingTogether()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(TrainingTogether, __name__)

@@ -101,7 +101,4 @@ class Fig01(Experiment):
         return frame.assign(length=lengths, panel=models + ", " + frame["panel"])
 
 
-EXPERIMENT = Fig01()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Fig01, __name__)

@@ -84,7 +84,4 @@ def _roof(cfg: Config, panel: str) -> list[Reading]:
     ]
 
 
-EXPERIMENT = Fig07()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Fig07, __name__)

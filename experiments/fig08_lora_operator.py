@@ -21,7 +21,4 @@ class Fig08(OperatorExperiment):
     overlay = Overlay("Figure 8: LoRA operator", metric="latency", panel="workload", line="system")
 
 
-EXPERIMENT = Fig08()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Fig08, __name__)

@@ -25,7 +25,4 @@ class Fig09(OperatorExperiment):
         return f"r={rank}"
 
 
-EXPERIMENT = Fig09()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Fig09, __name__)

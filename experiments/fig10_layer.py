@@ -61,7 +61,4 @@ class Fig10(Experiment):
         return sampled("layer_latency", microseconds(cfg, {"layer": [layer]})["layer"], "us")
 
 
-EXPERIMENT = Fig10()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Fig10, __name__)

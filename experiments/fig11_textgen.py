@@ -46,8 +46,8 @@ class TextgenConf(FigureConf):
     slow_steps: Count  # ... and in one of a slow system
     check_requests: Count
     check_tokens: Count
-    whole_requests: Count | None = None  # of those that are compared over whole sequences; none: none are
-    whole_tokens: Count | None = None
+    whole_requests: Count | None  # of those that are compared over whole sequences; none: none are
+    whole_tokens: Count | None
     whole_stream: bool = False
 
 
@@ -159,7 +159,4 @@ def check_length(cfg: Config, key: str, max_len: int) -> None:
         )
 
 
-EXPERIMENT = Fig11()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Fig11, __name__)

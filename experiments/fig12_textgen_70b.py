@@ -101,7 +101,4 @@ def ranks_of(cfg: Config) -> int:
     return size
 
 
-EXPERIMENT = Fig12()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Fig12, __name__)

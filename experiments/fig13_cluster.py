@@ -83,7 +83,4 @@ def _world(cfg: Config) -> ModuleType:
     return {"simulated": simulated_hour, "ray": ray_hour}[cfg.runtime]
 
 
-EXPERIMENT = Fig13()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Fig13, __name__)

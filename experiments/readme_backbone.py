@@ -32,7 +32,4 @@ class ReadmeBackbone(OperatorExperiment):
         return points
 
 
-EXPERIMENT = ReadmeBackbone()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(ReadmeBackbone, __name__)

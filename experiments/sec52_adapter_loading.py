@@ -112,7 +112,4 @@ def _readings(panel: str, found: Measured, size: int) -> list[Reading]:
     return readings + sampled("bandwidth", [size / seconds / 1e9 for seconds in found.load], "GB/s")
 
 
-EXPERIMENT = AdapterLoading()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(AdapterLoading, __name__)

@@ -110,7 +110,4 @@ def _over(gb_per_second: float, nbytes: int) -> list[Reading]:
     ]
 
 
-EXPERIMENT = MigrationExperiment()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(MigrationExperiment, __name__)

@@ -85,7 +85,4 @@ def fused(x: "Tensor", weight: "Tensor") -> "Tensor":
 
 
 FORMS = {"unfused": unfused, "fused": fused}
-EXPERIMENT = Norm()
-
-if __name__ == "__main__":
-    main(EXPERIMENT)
+EXPERIMENT = main(Norm, __name__)

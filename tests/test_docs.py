@@ -173,7 +173,7 @@ def test_every_option_of_the_server_that_a_page_names_exists() -> None:
 @pytest.mark.slow
 def test_the_figure_that_a_page_adds_is_measured_and_drawn(tmp_path: Path) -> None:
     text = (DOCS / "extending.md").read_text(encoding="utf-8")
-    script = next(block for block in BLOCK.findall(text) if "EXPERIMENT = Copy()" in block)
+    script = next(block for block in BLOCK.findall(text) if "EXPERIMENT = main(Copy" in block)
     (settings,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
     for folder in ("experiments", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -47,6 +47,7 @@ from experiments.workload.popularity import WORKLOADS
 from experiments.workload.traces import TRACE
 
 S = TypeVar("S", bound=Settings)
+E = TypeVar("E", bound=Experiment)
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C ended."""
 EXTRAS = {"ray": "cluster", "fastapi": "serve", "uvicorn": "serve", "prometheus_client": "serve"}
@@ -144,8 +145,11 @@ def register(experiment: Experiment) -> None:
     register_names("system", OmegaConf.load(CONF / "figure" / f"{experiment.name}.yaml").systems)
 
 
-def main(experiment: Experiment) -> None:
-    """The command line of a figure's script: compose, run, print the outcome as one line of JSON."""
+def main(kind: type[E], module: str) -> E:
+    """Build the experiment of a script. Where ``module`` is the program, compose, run, print the outcome as JSON."""
+    experiment = kind()
+    if module != "__main__":
+        return experiment
     register(experiment)
 
     def job(cfg: DictConfig) -> int:
@@ -158,6 +162,7 @@ def main(experiment: Experiment) -> None:
         return 1 if outcome.failed else 0
 
     launch(experiment.name, job)
+    return experiment
 
 
 def with_options(name: str, doc: str, module: str, conf: type[S], job: Callable[[S], None]) -> None:

@@ -173,20 +173,9 @@ class ScaleConf(Settings):
     seq_lens: Counts  # figure 1
     layer_seq_lens: Counts  # figure 10
     prefill_seq_lens: Counts  # figure 1: the lengths whose prefill is timed too
-    prompts: Counts  # tokens of a request that is moved (section 5.3)
     loading_ranks: Counts  # section 5.2: ranks of the adapters that are loaded
-    moe_divisor: Count  # ext_moe: widths of the models are theirs over this
     requests: Count  # figure 11
     max_len: int = Field(ge=3)  # figure 11: longest prompt + output
-    window_pieces: Count  # figure 11: runs of consecutive steps that one repeat times, see systems.windows
-    window_steps: Count  # figure 11: steps of such a run ...
-    window_slow_steps: Count  # ... and of one of PEFT's mixed batches
-    whole_requests: Count  # figure 11: requests whose tokens are compared from end to end ...
-    whole_tokens: Count  # ... or to this token
-    cluster_seconds: Count  # figure 13: so much of the hour is served, from its start
-    cluster_model: str  # figure 13 on Ray: what its runners serve ...
-    cluster_speed_up: Count  # ... seconds of the hour in one of theirs ...
-    cluster_max_len: Count  # ... and longest prompt and output
 
 
 class PathsConf(Settings):
@@ -206,6 +195,7 @@ class FigureConf(Settings):
     systems: list[str] = []  # what `system=all` runs, in drawing order
     gpu_systems: list[str] = []  # of these, those that a CPU does not have
     workloads: list[str] = list(PAPER_WORKLOADS)  # what `workload=all` runs
+    sizes: dict[str, dict[str, Any]] = {}  # by scale: values of fields that are not given
 
 
 class RunConf(Settings):

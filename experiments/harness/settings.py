@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import create_model
@@ -67,8 +67,12 @@ def schema_of(experiment: Experiment) -> type[Config]:
 
 
 def typed(cfg: DictConfig | Config, experiment: Experiment) -> Config:
-    """Return `cfg` as typed objects; `ConfigError` for what cannot be."""
-    return cfg if isinstance(cfg, Config) else validated(cfg, schema_of(experiment))
+    """Return `cfg` as typed objects, with the figure's sizes of its scale; `ConfigError` for what cannot be."""
+    if isinstance(cfg, Config):
+        return cfg
+    sizes = cfg.figure.sizes.get(cfg.scale.name, {}).items()
+    sized = {key: value for key, value in sizes if OmegaConf.is_missing(cfg.figure, key)}
+    return validated(cast(DictConfig, OmegaConf.merge(cfg, {"figure": sized})), schema_of(experiment))
 
 
 def settle(cfg: DictConfig | Config, experiment: Experiment) -> Config:

@@ -158,7 +158,8 @@ def _conf(script: str, recorded: dict[str, Any]) -> Iterator[tuple[str, dict[str
         path = CONF / group / f"{name}.yaml"
         if name and path.is_file():
             loaded: Any = OmegaConf.to_container(OmegaConf.load(path))
-            yield group, loaded.get(group, loaded)  # a scale's file is of the whole configuration
+            sizes = loaded.get("sizes", {}).get(recorded["scale"]["name"], {})
+            yield group, {**loaded.get(group, loaded), **sizes}  # a scale's file is of the whole configuration
 
 
 @cache

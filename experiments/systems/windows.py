@@ -62,7 +62,7 @@ def draw_windows(
     raise CheckFailed(
         f"{len(accepted)} of {ROUNDS * DRAWS} draws of {pieces} times {length} steps agree with the stream's "
         f"{timeline.steps} steps within {100 * AGREEMENT:g} % of their tokens and {100 * AGREEMENT_OF_OTHERS:g} % of "
-        f"requests, contexts, adapters and prompts, and {count} are needed: make them longer (scale.window_steps)"
+        f"requests, contexts, adapters and prompts, and {count} are needed: make them longer (figure.steps)"
     )
 
 
