@@ -26,12 +26,7 @@ from experiments.report.machines import rows_files
 
 KEY = [*POINT, "statistic", "timer"]
 COLUMNS = [*KEY, "unit", "a", "b", "ratio", "better"]
-GROUP = ["figure", "system", "metric", "unit", "better"]
-SHOWN = {
-    "panel": "panel", "workload": "workload", "model": "model", "batch_size": "batch", "seq_len": "len", "rank": "rank",
-    "statistic": "statistic", "timer": "timer", "a": "A", "b": "B", "ratio": "B/A", "verdict": "",
-}  # fmt: skip
-"""Column -> its head in the printed table."""
+GROUP = ["figure", "system", "metric", "unit"]
 
 
 class Options(Settings):
@@ -108,25 +103,15 @@ def meaning(ratio: float, better: str) -> str:
 
 
 def lines(pairs: pd.DataFrame) -> Iterator[str]:
-    """Yield every pair, grouped by figure, system and metric, each group closed by its mean; then all means."""
-    group: Any
-    means = []
+    """Yield every pair, grouped by figure, system and metric; then the means of all groups."""
+    meanings = [meaning(*one) for one in zip(pairs["ratio"], pairs["better"], strict=True)]
+    shown, means = pairs.assign(meaning=meanings).replace("", None), []
     for group, part in pairs.groupby(GROUP, sort=False):
-        figure, system, metric, unit, better = group
-        text = part.assign(
-            a=part["a"].map("{:.4g}".format), b=part["b"].map("{:.4g}".format),
-            ratio=part["ratio"].map("{:.3f}".format).replace("nan", "-"),
-            verdict=[meaning(ratio, better) for ratio in part["ratio"]],
-        )[list(SHOWN)].astype("string").fillna("")  # fmt: skip
-        shown = {name: head for name, head in SHOWN.items() if any(text[name])}
-        mean = mean_text(part)
-        yield f"\nfigure {figure}, {system or '-'}, {metric} ({unit}{f', {better} is better' if better else ''})"
-        table = text[list(shown)].rename(columns=shown).to_string(index=False)
-        yield from (f"  {line}" for line in table.splitlines())
-        yield f"  geometric mean of B/A: {mean}"
-        means.append((figure, system or "-", f"{metric} ({unit})", mean))
-    head = ["figure", "system", "metric", "geometric mean of B/A"]
-    yield "\n" + pd.DataFrame(means, columns=head).to_string(index=False)
+        table = shown.loc[part.index].drop(columns=[*GROUP, "better"]).dropna(axis=1, how="all")
+        yield f"\nfigure {', '.join(map(str, group))}"
+        yield table.to_string(index=False, na_rep="-", float_format="{:.4g}".format)
+        means.append((*group, mean_text(part)))
+    yield "\n" + pd.DataFrame(means, columns=[*GROUP, "geometric mean of B/A"]).to_string(index=False)
 
 
 def mean_text(pairs: pd.DataFrame) -> str:

@@ -46,8 +46,8 @@ def test_ratios_per_row_and_their_geometric_mean(tmp_path, capsys):
     assert "6 pairs; without a partner: 3 in a, 0 in b" in text
     assert "1.260 over 3 of 3 rows, B 1.26x worse" in text
     assert "0.500 over 3 of 3 rows, B 2.00x better" in text
-    lines = [" ".join(line.split()) for line in text.splitlines() if line.startswith("  Skewed")]
-    assert lines[2] == "Skewed Skewed 64 16 median cuda_graph 640 1280 2.000 B 2.00x worse"
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "Skewed Skewed 64 16 median cuda_graph 640 1280 2 B 2.00x worse" in lines
     stored(tmp_path / "b", "fig08", rows(scale="smoke"))
     compare(str(tmp_path / "a"), str(tmp_path / "b"))
     assert "scale=smoke have other shapes" in capsys.readouterr().out
