@@ -29,16 +29,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from shutil import disk_usage
 from tempfile import gettempdir
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from experiments.ext_latency_under_load import ArrivalsConf, settings_of
 from experiments.fig11_textgen import check_length
 from experiments.harness import Config, ConfigError, Experiment, Point, Reading, main
 from experiments.harness.resume import givers_first, row_on_disk
 from experiments.harness.schema import Count, Counts
-
-if TYPE_CHECKING:
-    from experiments.systems.loaded import LoadBench
 
 ROOM, ROOM_ON_DRIVE = 0.7, 0.25
 """Part of what is free, of host memory and of the drive (which takes long to write), that adapters may take."""
@@ -86,10 +83,24 @@ class ManyAdapters(Experiment):
         return givers_first(points, lambda point: (panels.index(point.panel), point.system != GIVES_RATE))
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        from experiments.systems.loaded import capacity_of, load
-        from experiments.systems.open_loop import place_readings, user_readings, users_of
+        import torch
 
-        figure, bench = cast(ManyConf, cfg.figure), self._bench(cfg)
+        from experiments.systems.loaded import LoadBench, capacity_of, load
+        from experiments.systems.open_loop import place_readings, user_readings, users_of
+        from experiments.systems.weights import Limits
+        from punica.parallel.memory import free_bytes
+
+        figure, rank = cast(ManyConf, cfg.figure), cfg.adapters.ranks[0]
+        limits = Limits(figure.batch_size, figure.max_len, cfg.engine.block_size)
+
+        def build() -> LoadBench:
+            size = cfg.model.lora_parameters(rank) * cfg.model.dtype.bytes
+            free = ROOM * free_bytes(torch.device("cpu")), ROOM_ON_DRIVE * disk_usage(gettempdir()).free
+            fitting = [max(figure.batch_size, int(room / size)) for room in free]
+            sets = min(max(adapters for adapters, *_ in holdings(figure).values()), fitting[0])
+            return LoadBench(cfg, limits, sets, min(figure.adapters_on_disk, *fitting))
+
+        bench = self.kept((cfg.model.name, rank, limits, cfg.hardware.device), build)
         adapters, *held = holdings(figure)[point.panel]
         jobs = bench.jobs(point.workload, adapters)
 
@@ -114,25 +125,6 @@ class ManyAdapters(Experiment):
             *user_readings(users, trace),
             *place_readings(users),
         ]
-
-    def _bench(self, cfg: Config) -> LoadBench:
-        import torch
-
-        from experiments.systems.loaded import LoadBench
-        from experiments.systems.weights import Limits
-        from punica.parallel.memory import free_bytes
-
-        figure, rank = cast(ManyConf, cfg.figure), cfg.adapters.ranks[0]
-        limits = Limits(figure.batch_size, figure.max_len, cfg.engine.block_size)
-
-        def build() -> LoadBench:
-            size = cfg.model.lora_parameters(rank) * cfg.model.dtype.bytes
-            free = ROOM * free_bytes(torch.device("cpu")), ROOM_ON_DRIVE * disk_usage(gettempdir()).free
-            fitting = [max(figure.batch_size, int(room / size)) for room in free]
-            sets = min(max(adapters for adapters, *_ in holdings(figure).values()), fitting[0])
-            return LoadBench(cfg, limits, sets, min(figure.adapters_on_disk, *fitting))
-
-        return self.kept((cfg.model.name, rank, limits, cfg.hardware.device), build)
 
 
 def holdings(figure: ManyConf) -> dict[str, tuple[int, int | None, int | None]]:

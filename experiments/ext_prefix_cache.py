@@ -30,7 +30,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import model_settings
@@ -38,9 +38,6 @@ from experiments.harness.resume import givers_first
 from experiments.harness.schema import Count, Counts
 from experiments.workload import drawn_adapters
 from experiments.workload.traces import BLOCK_TOKENS, read_trace
-
-if TYPE_CHECKING:
-    from experiments.benches.pipelines import Pipelines
 
 SYSTEMS = ("recompute", "plain_lora_cached", "activated_cached")
 TRACE = "trace"
@@ -97,9 +94,12 @@ class PrefixCache(Experiment):
         figure = cast(PrefixConf, cfg.figure)
         if point.panel == TRACE:
             return [_hits(figure, point)]
-        bench = self._bench(cfg)
-        adapters, context = cast(int, point.batch_size), cast(int, point.seq_len)
-        seed = cfg.adapters.seed + 1000 * context + 10_000_000 * point.repeat
+        from experiments.benches.pipelines import Pipelines
+
+        adapters, context, drawn = cast(int, point.batch_size), cast(int, point.seq_len), cfg.adapters.seed
+        sizes = tuple(figure.contexts), max(figure.adapters), cfg.adapters.ranks[0], drawn, figure.cache_tokens
+        bench = self.kept((cfg.model.name, *sizes), lambda: Pipelines(cfg.model, cfg.hardware.device, *sizes))
+        seed = drawn + 1000 * context + 10_000_000 * point.repeat
         bench.check(point.system, context, adapters, seed)
         found = [bench.run(point.system, context, adapters, seed + turn) for turn in range(1, figure.pipelines + 1)]
         return [
@@ -107,13 +107,6 @@ class PrefixCache(Experiment):
             *sampled("pipeline", [1e3 * turns.seconds for turns in found], "ms"),
             Reading("blocks", max(turns.blocks for turns in found), "blocks"),
         ]
-
-    def _bench(self, cfg: Config) -> Pipelines:
-        from experiments.benches.pipelines import Pipelines
-
-        figure, rank, seed = cast(PrefixConf, cfg.figure), cfg.adapters.ranks[0], cfg.adapters.seed
-        sizes = tuple(figure.contexts), max(figure.adapters), rank, seed, figure.cache_tokens
-        return self.kept((cfg.model.name, *sizes), lambda: Pipelines(cfg.model, cfg.hardware.device, *sizes))
 
 
 def _trace(figure: PrefixConf) -> dict[str, Any]:

@@ -21,8 +21,6 @@ from experiments.harness.schema import Counts
 if TYPE_CHECKING:
     import pandas as pd
 
-    from experiments.benches.model_steps import Invocation
-
 MODES = ("prefill", "decode")
 
 
@@ -63,34 +61,30 @@ class Fig01(Experiment):
         ]
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
-        from experiments.benches.model_steps import MOST_CAPTURED_ROWS
+        from experiments.benches import model_steps
         from experiments.benches.operators import protocol
         from experiments.measure.timing import time_side_by_side
 
-        invocation, clock = self._invocation(cfg), protocol(cfg)
+        def checked() -> model_steps.Invocation:
+            figure = cast(BatchingConf, cfg.figure)
+            longest = max(fits(figure.seq_lens + figure.prefill_seq_lens, cfg))
+            needed = model_steps.step_tokens(max(figure.batch_sizes), longest)
+            model = model_steps.random_llama(cfg.model, cfg.hardware.device)
+            invocation = model_steps.Invocation(model, needed, max(2, *figure.batch_sizes))
+            model_steps.check_decode(invocation)
+            return invocation
+
+        invocation, clock = self.kept(cfg.model.name, checked), protocol(cfg)
         rows, length = cast(int, point.batch_size), cast(int, point.seq_len)
         if point.panel == "decode":
             step = invocation.decode_step(rows, length)
         else:
             step = invocation.prefill_step(rows, length)
             # a first call's extra time is lost in that of many rows, and on a CPU of any
-            warm = cfg.hardware.device == "cuda" and rows * length <= MOST_CAPTURED_ROWS
+            warm = cfg.hardware.device == "cuda" and rows * length <= model_steps.MOST_CAPTURED_ROWS
             clock = replace(clock, warmup=int(warm), min_repeats=1)  # seconds each: once is enough
         samples = time_side_by_side({"step": [step]}, clock)["step"]
         return sampled("step_latency", [1e3 * seconds for seconds in samples], "ms")
-
-    def _invocation(self, cfg: Config) -> Invocation:
-        from experiments.benches.model_steps import Invocation, check_decode, random_llama, step_tokens
-
-        def checked() -> Invocation:
-            figure = cast(BatchingConf, cfg.figure)
-            longest = max(fits(figure.seq_lens + figure.prefill_seq_lens, cfg))
-            needed = step_tokens(max(figure.batch_sizes), longest)
-            invocation = Invocation(random_llama(cfg.model, cfg.hardware.device), needed, max(2, *figure.batch_sizes))
-            check_decode(invocation)
-            return invocation
-
-        return self.kept(cfg.model.name, checked)
 
     def shown(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Name lines by context length, and panels by the model of the paper that was played."""

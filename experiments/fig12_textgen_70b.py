@@ -14,15 +14,12 @@ two cores; on two H200s a repeat of 7B takes 90 s, and three of 70B seven minute
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from experiments.fig11_textgen import Fig11, TextgenConf, sizes_of
 from experiments.harness import Config, ConfigError, Point, main
 from experiments.harness.schema import Count, ModelConf
 from experiments.harness.settings import ranks_here
-
-if TYPE_CHECKING:
-    from experiments.systems.ranks import BenchOnRanks
 
 MOST_RANKS = 64
 
@@ -50,9 +47,9 @@ class Fig12(Fig11):
         return replace(point, panel=panel, settings={**point.settings, "ranks": ranks})
 
     def release(self) -> None:
-        _, kept = self._kept
-        if kept is not None:
-            cast("BenchOnRanks", kept).close()
+        ranks: Any = self._kept[1]
+        if ranks is not None:
+            ranks.close()
         super().release()
 
     def _bench(self, cfg: Config, point: Point) -> Any:

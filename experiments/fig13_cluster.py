@@ -22,18 +22,13 @@ Cost: simulated about a minute, on one core; on Ray five minutes, with `figure.k
 an hour takes a minute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from pydantic import Field
 
 from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.schema import Count
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 
 class ClusterConf(FigureConf):

@@ -12,7 +12,6 @@ what it means, then the geometric mean of the ratios per figure, system and metr
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd

@@ -113,21 +113,18 @@ class Measurement:
         steps that remain.
         """
         short, long = new_tokens
-        steps: dict[str, list[float]] = {name: [] for name in cases}
-        for turn, name in self._turns(cases):
-            seconds = {
-                count: self._timed(prompts, cases[name], [count] * len(prompts))[0]
-                for count in in_turns([short, long], turn)
-            }
-            steps[name].append((seconds[long] - seconds[short]) / (long - short))
-        return {"context": context, "seconds": {name: found[1:] for name, found in steps.items()}}
+
+        def step(adapters: list[int], turn: int) -> float:
+            seconds = {n: self._timed(prompts, adapters, [n] * len(prompts))[0] for n in in_turns(new_tokens, turn)}
+            return (seconds[long] - seconds[short]) / (long - short)
+
+        return {"context": context, "seconds": self._by_case(cases, step, warm=1)}
 
     def prompt(self, context: int, prompts: list[list[int]], cases: Cases) -> dict[str, Any]:
         """Time a full batch of prompts of `context` tokens, to the first token of each."""
-        found: dict[str, list[float]] = {name: [] for name in cases}
-        for _, name in self._turns(cases):
-            found[name].append(self._timed(prompts, cases[name], [1] * len(prompts))[0])
-        return {"context": context, "seconds": {name: seconds[1:] for name, seconds in found.items()}}
+        one = [1] * len(prompts)
+        seconds = self._by_case(cases, lambda ids, _: self._timed(prompts, ids, one)[0], warm=1)
+        return {"context": context, "seconds": seconds}
 
     def stream(self, prompts: list[list[int]], cases: Cases, new_tokens: list[int], warm: int) -> dict[str, Any]:
         """Time all requests of a queue, from the call to the last token, with all adapters in host memory. Each adapter
@@ -136,10 +133,7 @@ class Measurement:
         numbers = list(range(1, len(self.job["adapters"]) + 1))
         self._timed([[3]] * len(numbers), numbers, [1] * len(numbers))
         first = {name: self._timed(prompts[:warm], ids[:warm], new_tokens[:warm])[0] for name, ids in cases.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in cases}
-        for turn in range(self.job["rounds"]):
-            for name in in_turns(cases, turn):
-                seconds[name].append(self._timed(prompts, cases[name], new_tokens)[0])
+        seconds = self._by_case(cases, lambda ids, _: self._timed(prompts, ids, new_tokens)[0], warm=0)
         return {"seconds": seconds, "first": first}
 
     def company(self, prompts: list[list[int]], adapters: list[int], new_tokens: int, batches: list[list[int]]) -> Any:
@@ -151,9 +145,13 @@ class Measurement:
         told = {"tokens": [[token for token, _ in one] for one in found], "answers": found}
         return {name: max(map(answers.count, answers)) / len(answers) for name, answers in told.items()}
 
-    def _turns(self, cases: Cases) -> Iterator[tuple[int, str]]:
-        """Yield turn and case; the first turn is to warm up."""
-        return ((turn, name) for turn in range(self.job["rounds"] + 1) for name in in_turns(cases, turn))
+    def _by_case(self, cases: Cases, timed: Callable[[list[int], int], float], warm: int) -> dict[str, list[float]]:
+        """Return the seconds of each case, timed in turns, without the first `warm` turns."""
+        found: dict[str, list[float]] = {name: [] for name in cases}
+        for turn in range(self.job["rounds"] + warm):
+            for name in in_turns(cases, turn):
+                found[name].append(timed(cases[name], turn))
+        return {name: seconds[warm:] for name, seconds in found.items()}
 
     def _timed(self, prompts: list[list[int]], adapters: list[int], counts: list[int]) -> tuple[float, list[list[int]]]:
         began = time.perf_counter()
