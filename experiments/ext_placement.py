@@ -14,7 +14,6 @@ Each with the paper's request rate on 16 GPUs, as Figure 13 has it, and with req
     capacity:     tokens per second while all GPUs are full and requests wait; `figure.waiting` above 32 per GPU
     p99_time_to_first_token, time_per_output_token: of the paper's rate
     loads_from_host, loads_from_disk: adapters loaded; load_wait: for loads, a request's mean
-    simulated_seconds: of the hour, around its peak
     ..._low, ..._high: the same over all `seeds`; the rows above are of the first
 
 Panel `rules of a step`: rms and largest residual of rules on recorded decode steps with adapters (of `figure.loads`).
@@ -42,7 +41,7 @@ from pydantic import Field
 from experiments.cluster.blis import DEFAULT_TIERS, recorded_steps, rule
 from experiments.cluster.costs import chosen_cost, load_cost, model_bytes, panel_of
 from experiments.cluster.hour import DURATION_S, RANK, paper_cluster, paper_hour
-from experiments.cluster.served import CAPACITY, FROM_DISK, FROM_HOST, SIMULATED_LENGTH, ServedHour, over_seeds, summary
+from experiments.cluster.served import CAPACITY, FROM_DISK, FROM_HOST, ServedHour, over_seeds, summary
 from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.schema import REPOSITORY, Count, Counts
 from experiments.harness.settings import folders
@@ -140,7 +139,6 @@ def served(paper: Path, point: Point, seed: int) -> list[Reading]:
     waiting = _run(point, Trace(np.zeros(len(full.arrivals)), full.lengths, full.adapters, full.ranks))
     found = {
         "time_per_output_token": (1e3 * each.mean(), "ms"),
-        SIMULATED_LENGTH: (about["seconds"], "s"),
         CAPACITY: (while_full(waiting.first_token_s, waiting.tokens, about["gpus"] * MAX_BATCH), "token/s"),
         FROM_HOST: (result.loads_from_host, "loads"),
         FROM_DISK: (result.loads_from_disk, "loads"),

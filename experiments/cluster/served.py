@@ -19,13 +19,11 @@ RAY, KILLED, SIMULATED = "ray hour", "ray hour, a runner killed", "simulated"
 SIMULATED_RAY = f"{SIMULATED} {RAY}"  # of the simulator fitted to the runners on Ray
 SHARE = "share_of_active_cells_batch_ge_31"
 CAPACITY, FROM_HOST, FROM_DISK = "capacity", "loads_from_host", "loads_from_disk"
-SIMULATED_LENGTH = "simulated_seconds"  # like the three before a metric of `ext_placement`
 LOW, MEAN, HIGH = "_low", "_mean", "_high"
 """Suffixes of a metric: the lowest of all seeds, their mean, and the highest."""
 SEEDS = "seeds"
 HEAT_S, RATE_S, RATE_STEP_S, THROUGHPUT_S = 60, 200, 18, 10
 """Seconds of windows: heat map and active GPUs; request rate, and between its windows; throughput."""
-IDLE_S = 26  # seconds without a token after which a GPU is idle: the resolution of the paper's heat map
 PIXEL_S = 6.5  # seconds of a pixel of the paper's heat map; the plotting library smoothed it over two
 FULL = 31  # requests from which a batch counts as full
 ACTIVE = 0.5  # requests from which a pixel counts as active, as where the paper's was read
@@ -112,7 +110,7 @@ def series(served: ServedHour) -> list[Reading]:
 
 
 def summary(served: ServedHour) -> list[Reading]:
-    """Totals, peaks and shares; and each GPU's changes from idle to active."""
+    """Totals, peaks and shares."""
     seconds = min(int(served.duration_s), served.batch.shape[1])
     tokens, active, batch = served.tokens[:seconds], served.active[:seconds], served.batch[:, :seconds]
     cells, capped = (found[found >= ACTIVE] for found in (heat_map(batch), smoothed(np.minimum(batch, MAX_BATCH))))
@@ -132,12 +130,9 @@ def summary(served: ServedHour) -> list[Reading]:
         "mean_batch_size_of_steps": (steps @ np.arange(len(steps)) / max(steps.sum(), 1e-9), "requests"),
         "share_of_active_cells_batch_ge_28": (_share(cells >= 28), "fraction"),
         "mean_batch_size_of_active_cells": (cells.mean() if cells.size else 0.0, "requests"),
-        "median_time_to_first_token": (1e3 * float(np.median(wait)), "ms"),
         "p99_time_to_first_token": (1e3 * float(np.quantile(wait, 0.99)), "ms"),
     }
-    lines = [served.reading(name, value, unit) for name, (value, unit) in found.items()]
-    woken = enumerate(map(transitions, batch))
-    return [*lines, *(served.reading("idle_to_active_transitions", count, "count", gpu=gpu) for gpu, count in woken)]
+    return [served.reading(name, value, unit) for name, (value, unit) in found.items()]
 
 
 def over_simulated(measured: ServedHour, simulated: ServedHour) -> list[Reading]:
@@ -151,12 +146,10 @@ def over_simulated(measured: ServedHour, simulated: ServedHour) -> list[Reading]
 
 
 def over_seeds(count: int, run: Callable[[int], Sequence[Reading]]) -> list[Reading]:
-    """Return the readings of ``run`` of the released seed, and mean and span of each over ``count`` seeds."""
-    return spanned([run(RELEASED_SEED + place) for place in range(count)])
-
-
-def spanned(runs: Sequence[Sequence[Reading]]) -> list[Reading]:
-    """The first run's readings, how many runs there are, and mean and span of what is a single number."""
+    """Return the readings of ``run`` of the released seed, the number of seeds, and over all ``count`` of them mean and
+    span of what is a single number.
+    """
+    runs = [run(RELEASED_SEED + place) for place in range(count)]
     single = [{one.metric: one for one in run if one.t_s is None and one.gpu is None} for run in runs]
     found = list(runs[0])
     for metric, one in single[0].items():
@@ -164,12 +157,6 @@ def spanned(runs: Sequence[Sequence[Reading]]) -> list[Reading]:
         told = ((LOW, min(values)), (MEAN, fmean(values)), (HIGH, max(values)))
         found += [replace(one, metric=f"{metric}{suffix}", value=value, statistic="value") for suffix, value in told]
     return [*found, replace(one, metric=SEEDS, value=len(runs), unit="seeds", statistic="count")]
-
-
-def transitions(batch: NDArray[np.int64]) -> int:
-    """Count changes from idle to active, from a GPU's requests in every second [seconds]."""
-    windows = means(batch, IDLE_S) > 0
-    return int((windows[1:] & ~windows[:-1]).sum())
 
 
 def heat_map(batch: NDArray[np.int64]) -> NDArray[np.float64]:

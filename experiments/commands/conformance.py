@@ -19,8 +19,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from experiments.conformance import cases, expected
-from experiments.conformance.weights import ADAPTERS, CHECKPOINT, HIDDEN, MAX_LEN
+from experiments.conformance import cases
+from experiments.conformance.world import ADAPTERS, BASE, CHECKPOINT, FILE, HIDDEN, MAX_LEN, World, make, read
 from experiments.harness.command import with_options
 from experiments.harness.schema import ConfigError, Counts, Settings
 
@@ -34,14 +34,14 @@ class Options(Settings):
     seed: int = 0  # make: of all weights and prompts
     url: str | None = None  # of the server, http://HOST:PORT
     folder: Path | None = None  # url: what make= wrote, as the server sees it too
-    base: str = expected.BASE  # url: name of the base model there
+    base: str = BASE  # url: name of the base model there
     prefix: str = ""  # url: text before an adapter's name there
     batches: Counts = [64, 256]  # url: requests at once, of a case each
     timeout: float = Field(60, gt=0)  # url: seconds without a byte of an answer
     out: Path | None = None  # url: file.json that receives the results
 
 
-def lines(world: expected.World) -> str:
+def lines(world: World) -> str:
     """Return what to type to start each server."""
     checkpoint, root = (quote(str((world.folder / name).resolve())) for name in (CHECKPOINT, ADAPTERS))
     given = [f"{name}={quote(str(world.adapter(name)))}" for name in world.models[1:]]
@@ -54,7 +54,7 @@ def lines(world: expected.World) -> str:
     )  # fmt: skip
 
 
-async def results_of(options: Options, world: expected.World) -> list[cases.Result]:
+async def results_of(options: Options, world: World) -> list[cases.Result]:
     """Run the cases against the server."""
     key = os.environ.get(cases.KEY_VARIABLE)
     run, results = cases.Run(world, str(options.url), options.prefix, options.base, key, options.timeout), []
@@ -85,15 +85,15 @@ def conformance(options: Options) -> None:
     made, out = options.make and options.make.expanduser(), options.out
     if (made is None) == (options.url is None) or (options.url and options.folder is None):
         raise ConfigError("give make=FOLDER; or url=http://HOST:PORT with folder=, what make= wrote for the server")
-    if made and made.exists() and not (made / expected.FILE).is_file() and (made.is_file() or any(made.iterdir())):
+    if made and made.exists() and not (made / FILE).is_file() and (made.is_file() or any(made.iterdir())):
         raise ConfigError(f"make={made} is there and was not written by this command: give a new folder")
     if out and not out.parent.is_dir():
         raise ConfigError(f"out={out} is in no folder that is there: give another")
     if made:
-        world = expected.make(made, options.tenants, options.ranks, options.seed)
+        world = make(made, options.tenants, options.ranks, options.seed)
         print(f"{made}: {len(world.tenants)} adapters\n\n{lines(world)}")
         return
-    results = asyncio.run(results_of(options, expected.read(Path(str(options.folder)).expanduser())))
+    results = asyncio.run(results_of(options, read(Path(str(options.folder)).expanduser())))
     print("", table(results), sep="\n")
     if out:
         told = [{"case": one.case, "status": one.status, **vars(one)} for one in results]

@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 import httpx2
 from openai import APIError, AsyncOpenAI
 
-from experiments.conformance.expected import BASE, COUNT, WARMER, Prompt, Tokens, World
-from experiments.conformance.weights import MAX_LEN, POISONS
+from experiments.conformance.world import BASE, COUNT, MAX_LEN, POISONS, WARMER, Prompt, Tokens, World
 from experiments.harness.schema import ConfigError
 from experiments.servers.client import address
 
 PASS, FAIL, UNJUDGED, NOT_OFFERED = "pass", "FAIL", "unjudged", "not offered"
 """Verdicts by tokens alone; unjudged: all that came were right, and some answers had none."""
-SHORT, LONG = "an answer of fewer tokens than max_tokens, right so far", "an answer of more tokens than max_tokens"
 SWAPPED = "swapped"  # name that different adapters are loaded under
 CLOSED = (403, 404, 405)  # statuses of a server that does not let requests load adapters
 KEY_VARIABLE = "CONFORMANCE_API_KEY"
@@ -34,10 +32,14 @@ class Ask(NamedTuple):
     prompt: Prompt
     name: str = ""
 
+    @property
+    def label(self) -> str:
+        return f"{self.name}, now {self.model}" if self.name else self.model
+
 
 @dataclass
 class Result:
-    """Outcome of a case: findings are of tokens, and faults of the protocol are counted apart."""
+    """Outcome of a case: findings are of tokens; faults of the protocol, such as short answers, are counted apart."""
 
     case: str
     answers: int = 0
@@ -138,18 +140,15 @@ class Run:
         for ask, (tokens, error) in zip(asks, await asyncio.gather(*sent), strict=True):
             got, right = tokens[:COUNT], ask.prompt.answers[ask.model]
             is_wrong = got != right[: len(got)]
-            fault = error.partition(":")[0] or (LONG if tokens != got else "" if is_wrong or got == right else SHORT)
+            length = f"an answer of {len(tokens)} tokens, not max_tokens" if len(tokens) != COUNT else ""
+            fault = error.partition(":")[0] or length
             result.protocol.update([fault] * bool(fault))
             result.answers, result.judged = result.answers + 1, result.judged + (is_wrong or got == right)
             if is_wrong:
                 owners = {tokens: model for model, tokens in ask.prompt.answers.items()}
-                result.findings[f"{self.label(ask)} got the tokens of {owners.get(got, 'no model')}"] += 1
+                result.findings[f"{ask.label} got the tokens of {owners.get(got, 'no model')}"] += 1
             found.append(got)
         return found
-
-    def label(self, ask: Ask) -> str:
-        about = next((f" (rank {t.rank}, {t.subset})" for t in self.world.tenants if t.name == ask.model), "")
-        return f"{ask.name}, now {ask.model}{about}" if ask.name else f"{ask.model}{about}"
 
 
 Case = Callable[[Run, Result], Awaitable[None]]
@@ -170,7 +169,7 @@ async def repeated(run: Run, result: Result) -> None:
     asks = run.asks(run.models * 2)
     for ask, *answers in zip(asks, *[await run.wave(result, asks) for _ in range(3)], strict=True):
         if len({tokens for tokens in answers if len(tokens) == COUNT}) > 1:
-            result.findings[f"{run.label(ask)} got other tokens from run to run"] += 1
+            result.findings[f"{ask.label} got other tokens from run to run"] += 1
 
 
 async def shared_prefix(run: Run, result: Result) -> None:

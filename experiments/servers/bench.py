@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from experiments.benches.model_steps import llama_config, random_llama
-from experiments.conformance.weights import word_tokenizer
+from experiments.conformance.world import word_tokenizer
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading
 from experiments.harness.schema import DType, ModelConf

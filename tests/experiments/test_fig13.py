@@ -96,11 +96,6 @@ def test_no_cell_has_more_requests_than_a_batch_though_places_change_hands_withi
     assert said["mean_batch_size_of_active_cells"] <= 32
 
 
-def test_a_gpu_wakes_where_seconds_with_tokens_follow_idle_ones():
-    assert numbers.transitions(np.repeat([0, 3, 0, 2], numbers.IDLE_S)) == 2
-    assert numbers.transitions(np.repeat([3, 0], numbers.IDLE_S)) == 0
-
-
 def test_the_rows_are_of_the_first_seed_and_mean_and_span_of_all():
     of_seeds = iter((3.0, 1.0, 2.0))
 

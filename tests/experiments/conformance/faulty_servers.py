@@ -11,7 +11,7 @@ import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from experiments.conformance.expected import BASE, COUNT, PREFIX, Oracle, Tokens, World
+from experiments.conformance.world import BASE, COUNT, PREFIX, Oracle, Tokens, World
 from tests.serve.world import served
 
 

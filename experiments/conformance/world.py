@@ -1,18 +1,24 @@
-"""Right greedy tokens of each model, as a file: by PEFT in float32, only where no 16-bit rounding could turn one."""
+"""A tiny model and adapters, seeded, every number exact in bfloat16; and each one's right greedy tokens: by PEFT in
+float32, only where no 16-bit rounding could turn one.
+"""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
 from pydantic import TypeAdapter
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from experiments.conformance import weights
 from experiments.harness.schema import ConfigError
+from punica.adapters.synthetic import LLAMA_LORA_MODULES as ALL
+from punica.adapters.synthetic import write_random_adapter
 
 BASE, FILE = "base", "expected.json"
 WARMER = "tenant-0"  # adapter that is the first to use the shared prefix
@@ -21,6 +27,24 @@ SAFETY = 4  # least margin of each token over the largest 16-bit error of a logi
 LENGTHS, PER_LENGTH = (5, 23, 60), 24  # of prompts, in tokens, and how many of each
 PREFIX, SUFFIX, SHARING = 64, 4, 96  # of prompts with a shared prefix, whole blocks of a cache, and how many
 Tokens = tuple[int, ...]
+WORDS = 62
+"""Tokens ``w0`` to ``w61``, each a word of a text; two more are the end and unknown words."""
+LIVE = 8  # words that the model can say: fewer candidates leave larger margins between the best two
+END, HIDDEN, HEAD, MAX_LEN = WORDS, 128, 64, 512  # head sizes below 64 are unknown to some attention kernels
+SUBSETS = (ALL, ALL[:3:2], ALL[4:], ALL[:4])  # layers that adapters change: all, q and v, the MLP, attention
+SCALINGS = (4, 5, 3)  # alpha / rank of one adapter after the other; with 4 its change is as large as the layer
+# adapters that spoil whatever reads their weights: name and value of their B matrices
+POISONS = {"poison-nan": math.nan, "poison-inf": math.inf, "poison-huge": 1e38}
+CHECKPOINT, ADAPTERS = "checkpoint", "adapters"
+
+
+class Tenant(NamedTuple):
+    """One adapter: its name, rank, layers that it changes, and `lora_alpha / rank`."""
+
+    name: str
+    rank: int
+    subset: tuple[str, ...] = ALL
+    scaling: int = 1
 
 
 @dataclass(frozen=True)
@@ -43,7 +67,7 @@ class World:
     """Folder with a checkpoint and adapters, and their right tokens."""
 
     folder: Path
-    tenants: Sequence[weights.Tenant]
+    tenants: Sequence[Tenant]
     prompts: Sequence[Prompt] = ()
 
     @property
@@ -51,7 +75,7 @@ class World:
         return [BASE, *(tenant.name for tenant in self.tenants)]
 
     def adapter(self, name: str) -> Path:
-        return (self.folder / weights.ADAPTERS / name).resolve()
+        return (self.folder / ADAPTERS / name).resolve()
 
     def sure(self, *models: str, shares: bool = False) -> list[Prompt]:
         """Return the prompts that all ``models`` are sure of, those with the shared prefix or those without."""
@@ -73,7 +97,7 @@ class Oracle:
         best, second = logits.topk(2, -1).values.unbind(-1)
         error = self.half[name](torch.cat([prompts, tokens], 1)).logits[:, -COUNT - 1 : -1].float() - logits
         safe = (best - second).amin(1) > SAFETY * error.abs().amax((1, 2))
-        return _tuples(tokens), (safe & (tokens < weights.END).all(1)).tolist()  # no end of a text, no unknown word
+        return _tuples(tokens), (safe & (tokens < END).all(1)).tolist()  # no end of a text, no unknown word
 
     @torch.inference_mode()
     def leaked(self, name: str, other: str, prompts: Tensor) -> list[Tokens]:
@@ -97,7 +121,7 @@ class Oracle:
 
 
 def _loaded(world: World, name: str, dtype: torch.dtype) -> Any:
-    model: Any = LlamaForCausalLM.from_pretrained(world.folder / weights.CHECKPOINT, dtype=dtype).eval()
+    model: Any = LlamaForCausalLM.from_pretrained(world.folder / CHECKPOINT, dtype=dtype).eval()
     if name == BASE:
         return model
     is_full = dtype is torch.float32
@@ -120,15 +144,15 @@ def _tuples(tokens: Tensor) -> list[Tokens]:
 
 def make(folder: Path, count: int, ranks: Sequence[int], seed: int) -> World:
     """Write checkpoint, `count` adapters, poisoned ones and the right tokens; `ConfigError` for few sure prompts."""
-    config = weights.write_checkpoint(folder / weights.CHECKPOINT, seed)
-    world = World(folder, weights.tenants(count, ranks))
-    spoilt = [weights.Tenant(name, max(ranks), "all") for name in weights.POISONS]
-    for number, tenant in enumerate([*world.tenants, *spoilt]):
-        weights.write_adapter(world.adapter(tenant.name), config, tenant, 1000 * (seed + 1) + number)
+    config = write_checkpoint(folder / CHECKPOINT, seed)
+    kinds = [(SUBSETS[(n + n // len(ranks)) % len(SUBSETS)], SCALINGS[n % len(SCALINGS)]) for n in range(count)]
+    world = World(folder, [Tenant(f"tenant-{n}", ranks[n % len(ranks)], *kind) for n, kind in enumerate(kinds)])
+    for number, tenant in enumerate([*world.tenants, *(Tenant(name, max(ranks)) for name in POISONS)]):
+        write_adapter(world.adapter(tenant.name), config, tenant, 1000 * (seed + 1) + number)
     generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randint(weights.WORDS, (PER_LENGTH, length), generator=generator) for length in LENGTHS]
-    prefix = torch.randint(weights.WORDS, (1, PREFIX), generator=generator).expand(SHARING, -1)
-    drawn.append(torch.cat([prefix, torch.randint(weights.WORDS, (SHARING, SUFFIX), generator=generator)], 1))
+    drawn = [torch.randint(WORDS, (PER_LENGTH, length), generator=generator) for length in LENGTHS]
+    prefix = torch.randint(WORDS, (1, PREFIX), generator=generator).expand(SHARING, -1)
+    drawn.append(torch.cat([prefix, torch.randint(WORDS, (SHARING, SUFFIX), generator=generator)], 1))
     oracle = Oracle(world)
     world = replace(world, prompts=[one for ids in drawn for one in oracle.prompts(ids)])
     for name in world.models:
@@ -149,3 +173,43 @@ def read(folder: Path) -> World:
     except (OSError, ValueError) as error:
         why = str(error).splitlines()[0]
         raise ConfigError(f"folder={folder} cannot be read ({why}): write it with make={folder}") from None
+
+
+def write_checkpoint(folder: Path, seed: int) -> LlamaConfig:
+    """Write model and tokenizer in the form of transformers."""
+    config = LlamaConfig(
+        hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=HIDDEN // HEAD, num_key_value_heads=1,
+        intermediate_size=256, vocab_size=WORDS + 2, max_position_embeddings=MAX_LEN, eos_token_id=END,
+        bos_token_id=None, tie_word_embeddings=False, head_dim=HEAD,
+    )  # fmt: skip
+    generator, model = torch.Generator().manual_seed(seed), LlamaForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            gain = 0.7 if "q_proj" in name or "k_proj" in name else 1  # softer attention passes on less of a rounding
+            spread = 1 if "embed" in name else gain / math.sqrt(weight.shape[1])
+            torch.nn.init.normal_(weight, 0, spread, generator)
+    model.lm_head.weight.data[LIVE:] = 0
+    model.generation_config = GenerationConfig(eos_token_id=END)
+    model.bfloat16().save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return config
+
+
+def word_tokenizer(words: int = WORDS) -> PreTrainedTokenizerFast:
+    """Build the tokenizer whose text tells every token: id `n` is the word ``wn``; the end and unknown words follow."""
+    vocabulary = {f"w{number}": number for number in range(words)} | {"</s>": words, "<unk>": words + 1}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["</s>", "<unk>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+def write_adapter(folder: Path, config: LlamaConfig, tenant: Tenant, seed: int) -> None:
+    """Write an adapter in PEFT's form; the B matrices of those of `POISONS` have one value."""
+    _, rank, layers, scaling = tenant
+    alpha = rank * scaling
+    write_random_adapter(folder, config, rank, seed, target_modules=layers, alpha=alpha, dtype=torch.bfloat16)
+    if (value := POISONS.get(tenant.name)) is not None:
+        file = folder / "adapter_model.safetensors"
+        spoilt = {k: torch.full_like(v, value) if "lora_B" in k else v for k, v in load_file(file).items()}
+        save_file(spoilt, file, metadata={"format": "pt"})

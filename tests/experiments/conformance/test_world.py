@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from experiments.conformance.expected import COUNT, PREFIX, WARMER, Oracle, World, read
+from experiments.conformance.world import COUNT, PREFIX, WARMER, Oracle, World, read
 
 
 @torch.inference_mode()
