@@ -7,8 +7,6 @@ again after a replay. `paper_results/anchors.csv` has the public kernels' times,
 `results/h200/operator_tables.md` shows ours. Cost: four minutes per pass on a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import product
 from typing import cast

@@ -13,8 +13,6 @@ y += x A^T B^T at h1 = 4096, h2 = 11008 as layers call it, interleaved, after a 
 random model, the pessimistic end. Cost at scale=laptop: about 45 seconds on two cores, 3 GB.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

@@ -23,8 +23,6 @@ Where folders are in memory, as in some /tmp, `disk` has no drive's time: set TM
 seconds on two cores, 3 GB. On an H200 a command measures one repeat of what it names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from shutil import disk_usage

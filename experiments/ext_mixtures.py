@@ -12,8 +12,6 @@ Workloads: Identical, all rows mix the same k; Distinct, row t mixes k from adap
 by adapter). All are checked against the reference first. Cost at scale=laptop: about 25 seconds on two cores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

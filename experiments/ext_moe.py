@@ -15,8 +15,6 @@ commands of slots and of all of Qwen3-30B-A3B (61 GB of weights, 53 of adapters)
 minutes on two cores, 1 GB.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -27,8 +27,6 @@ sees only GPUs with room, since the queue is the cluster's: no request waits for
 Cost on one core: half a minute at scale=laptop, for half a minute of the hour; half an hour at scale=paper.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path

@@ -24,8 +24,6 @@ Weights are random and positions go beyond those that a model was made for, whic
 40 seconds on two cores, 1 GB; on an H200 three minutes, 100 GB (expected).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial

@@ -9,8 +9,6 @@ bytes that must move at the measured bandwidth of a large copy. Weights are rand
 dequantises weights in each step. Cost at scale=laptop: 20 seconds on two cores, 3 GB (expected).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, cast
@@ -55,8 +53,12 @@ class PriceOfLora(Experiment):
         from experiments.benches.operators import protocol
         from experiments.measure.roofline import copy_bandwidth
 
-        bench, bandwidth = self._bench(cfg, points[0]), copy_bandwidth(cfg.hardware.device)
-        batch, context = cast(int, points[0].batch_size), cast(int, points[0].seq_len)
+        most, bandwidth = max(cast(PriceConf, cfg.figure).batch_sizes), copy_bandwidth(cfg.hardware.device)
+        batch, context, rank = cast("tuple[int, int, int]", (points[0].batch_size, points[0].seq_len, points[0].rank))
+        (weights, cache), slots = BASES[points[0].panel], points[0].settings["fp8_adapters"]
+        form = {"fp8_weights": weights, "fp8_slots": slots, "fp8_kv_cache": cache}
+        key = cfg.model.name, points[0].panel, slots, rank, most, context
+        bench = self.kept(key, lambda: checked_bench(cfg, rank, most, context, **form))
         systems = NONE, *(point.system for point in points)
         shapes = {system: StepShape(batch, context, 0, adapters_of_rows(system, batch)) for system in systems}
         timed = steps_in_turns(bench, shapes, protocol(cfg))
@@ -71,20 +73,14 @@ class PriceOfLora(Experiment):
             found.append([*sampled("step_latency", own, "ms"), *price, *floor])
         return found
 
-    def _bench(self, cfg: Config, point: Point) -> Any:
-        from experiments.benches.engine_steps import EngineSteps, StepShape, check_adapters_matter
 
-        most, context = max(cast(PriceConf, cfg.figure).batch_sizes), cast(int, point.seq_len)
-        (weights, cache), slots, rank = BASES[point.panel], point.settings["fp8_adapters"], cast(int, point.rank)
+def checked_bench(cfg: Config, rank: int, most: int, context: int, **form: Any) -> Any:
+    """Build an engine with `most` adapters, which must change its tokens; `form`: of `EngineSteps.of_llama`."""
+    from experiments.benches.engine_steps import EngineSteps, StepShape, check_adapters_matter
 
-        def checked() -> EngineSteps:
-            form: Any = {"fp8_weights": weights, "fp8_slots": slots, "fp8_kv_cache": cache}
-            bench = EngineSteps.of_llama(cfg.model, rank, most, context, cfg.hardware.device, **form)
-            shapes = [StepShape(most, context, 0, adapters_of_rows(name, most)) for name in (NONE, EACH)]
-            check_adapters_matter(bench, shapes)
-            return bench
-
-        return self.kept((cfg.model.name, point.panel, slots, rank, most, context), checked)
+    bench = EngineSteps.of_llama(cfg.model, rank, most, context, cfg.hardware.device, **form)
+    check_adapters_matter(bench, [StepShape(most, context, 0, adapters_of_rows(name, most)) for name in (NONE, EACH)])
+    return bench
 
 
 def adapters_of_rows(system: str, batch: int) -> tuple[int, ...]:

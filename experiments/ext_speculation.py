@@ -10,13 +10,11 @@ without, which the host prepares beside the one before. Random weights tell noth
 drawn (`paper_results/accept_lengths.csv`). Cost at scale=laptop: 15 seconds on two cores, 1 GB (expected).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, cast
 
-from experiments.ext_price_of_lora import EACH, NONE, ONE, adapters_of_rows
+from experiments.ext_price_of_lora import EACH, NONE, ONE, adapters_of_rows, checked_bench
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import model_settings
@@ -72,18 +70,14 @@ class Speculation(Experiment):
         return [[*sampled("step_latency", own, "ms"), ratio] for own, ratio in zip(found, ratios, strict=True)]
 
     def _bench(self, cfg: Config) -> Any:
-        from experiments.benches.engine_steps import EngineSteps, StepShape, check_adapters_matter
-
-        figure, rank, device = cast(SpeculationConf, cfg.figure), cfg.adapters.ranks[0], cfg.hardware.device
+        figure, rank = cast(SpeculationConf, cfg.figure), cfg.adapters.ranks[0]
         most, context = max(figure.batch_sizes), figure.context
 
-        def checked() -> EngineSteps:
-            bench = EngineSteps.of_llama(cfg.model, rank, most, context, device, speculate=MOST)
+        def checked() -> Any:
+            bench = checked_bench(cfg, rank, most, context, speculate=MOST)
             vocab = bench.engine.vocab_size
             given = lambda request, count: [(5 * request.num_tokens + 3 * place) % vocab for place in range(count)]  # noqa: E731
             bench.engine.scheduler.draft = given
-            shapes = [StepShape(most, context, 0, adapters_of_rows(panel, most)) for panel in (NONE, EACH)]
-            check_adapters_matter(bench, shapes)
             return bench
 
         return self.kept((cfg.model.name, rank, most, context), checked)

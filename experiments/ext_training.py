@@ -8,8 +8,6 @@ own; in one batch `loop`, two products for each adapter, `grouped_mm`, torch's g
 at scale=laptop: 25 seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, Literal, cast

@@ -8,8 +8,6 @@ adapter of its own. First, rows of the batch are checked against the same rows r
 adapter. Cost at scale=laptop: about 1 minute on two cores, 2 GB; at scale=gpu 40 seconds per model.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import cast
 

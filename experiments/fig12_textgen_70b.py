@@ -11,8 +11,6 @@ waits for other ranks included; `adapter_memory` of the slots on the fullest ran
 two cores; on two H200s a repeat of 7B takes 90 s, and three of 70B seven minutes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, cast
 

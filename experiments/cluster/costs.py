@@ -67,10 +67,9 @@ def panel_of(panel: str, cost: str) -> str:
 @cache
 def model_bytes(model: str) -> ModelBytes:
     conf = model_conf(model)
-    return ModelBytes.llama(
-        conf.hidden_size, conf.intermediate_size, conf.num_hidden_layers, conf.num_attention_heads,
-        conf.num_key_value_heads, conf.vocab_size, conf.dtype.bytes,
-    )  # fmt: skip
+    head, norms = conf.hidden_size * conf.vocab_size, (2 * conf.num_hidden_layers + 1) * conf.hidden_size
+    weights = conf.backbone_parameters() - head - norms  # without the embedding, which is as large as the head
+    return ModelBytes(weights, head, conf.kv_elements(), conf.lora_parameters(1), conf.dtype.bytes)
 
 
 def datasheet(hardware: str) -> tuple[float, float]:

@@ -126,17 +126,7 @@ class ModelBytes:
     head: int
     kv: int
     lora: int
-    itemsize: int = 2
-
-    @classmethod
-    def llama(
-        cls, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, itemsize: int = 2
-    ) -> "ModelBytes":
-        kv_width = hidden // heads * kv_heads
-        shapes = [(hidden, hidden)] * 2 + [(hidden, kv_width)] * 2 + [(hidden, intermediate)] * 3
-        head = hidden * vocab
-        weights = layers * sum(a * b for a, b in shapes) + head
-        return cls(weights, head, 2 * layers * kv_width, layers * sum(a + b for a, b in shapes), itemsize)
+    itemsize: int
 
     def pages(self, memory: float, page_size: int, adapters: int, rank: int) -> int:
         """KV pages that fit into ``memory`` bytes beside weights and ``adapters`` of ``rank``; ValueError for none."""

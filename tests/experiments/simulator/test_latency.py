@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.simulator import ModelBytes, StepCost, TimedStep, fit_step_cost, residuals
+from experiments.cluster.costs import model_bytes
+from experiments.simulator import StepCost, TimedStep, fit_step_cost, residuals
 from punica.cluster import StepWork
 
 TRUE = StepCost("true", base=0.011, row=2e-5, kv=4e-7, prefill=1e-4, rank=4e-6)
-LLAMA_7B = ModelBytes.llama(4096, 11008, 32, 32, 32, 32000)
+LLAMA_7B = model_bytes("llama2-7b")
 
 
 def timed(cost: StepCost, noise: float = 0.0) -> list[TimedStep]:
