@@ -79,7 +79,7 @@ class Placement(Experiment):
     name, figure, order, conf = "ext_placement", "ext placement", 292, PlacementConf
     reads = ("workload",)
     clock = "host_clock"
-    passes = 1  # a simulation repeats itself
+    passes, watched = 1, False  # a simulation repeats itself
     version = 3  # with loads of adapters, around the hour's peak, full GPUs by first tokens
 
     def points(self, cfg: Config) -> list[Point]:
@@ -102,9 +102,6 @@ class Placement(Experiment):
             for panel in panels.get(workload, (f"{LOAD}, {workload}",))
             for rule in cfg.system.names
         ]
-
-    def is_derived(self, point: Point) -> bool:
-        return True
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         if point.panel == STEP_RULES:

@@ -56,6 +56,7 @@ class Fig13(Experiment):
     reads = ("runtime", "address")
     clock, drawn_by = "host_clock", "cluster.draw_hour"
     passes = 1  # a simulation repeats itself
+    watched = False  # nothing disturbs a virtual clock; on Ray runners would pass for the work of others
 
     def known_systems(self, cfg: Config) -> Sequence[str]:
         from experiments.simulator.other_systems import SCHEDULING_RULES
@@ -64,9 +65,6 @@ class Fig13(Experiment):
 
     def points(self, cfg: Config) -> list[Point]:
         return _world(cfg).points(cfg)
-
-    def is_derived(self, point: Point) -> bool:
-        return True  # nothing disturbs a virtual clock; on Ray the harness would take runners for the work of others
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         return _world(cfg).measure(cfg, point)

@@ -67,6 +67,7 @@ class Experiment(ABC):
     drawn_by: ClassVar[str] = ""  # `module.function` of experiments.plots that makes a figure of (rows, the paper's)
     differing: ClassVar[Sequence[str]] = ()  # columns of the points that are timed side by side; (): each point alone
     passes: ClassVar[int | None] = None  # over the grid; None: `scale.passes`
+    watched: ClassVar[bool] = True  # whether other work disturbs it; False: simulated, or it says itself what did
     version: ClassVar[int] = 1  # raise it when `measure` changes what its numbers mean: old rows become stale
     takes_trace: ClassVar[bool] = False  # whether `workload=trace` is read
     _kept: tuple[object, object] = (None, None)
@@ -98,10 +99,6 @@ class Experiment(ABC):
         """Names that `system=` may choose."""
         figure, on_gpu = cfg.figure, cfg.hardware.device != "cpu"
         return [name for name in figure.systems if on_gpu or name not in figure.gpu_systems]
-
-    def is_derived(self, point: Point) -> bool:
-        """Tell whether `point` is computed and not timed, so that it is taken once the rows of its repeat are final."""
-        return False
 
     def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
         """Split `points` into groups that `measure_together` gets at once."""

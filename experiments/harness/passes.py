@@ -58,14 +58,12 @@ class Passes:
         self._columns, self._digest, self._noise = columns, digest, noise
         self._tries: Counter[tuple[str, int]] = Counter()
         self._wrong: set[str] = set()  # labels of points whose check failed
-        self._short: set[int] = set()  # repeats of which something was left out
 
-    def run(self, pending: Sequence[Point], derived: Sequence[Point], outcome: Outcome) -> None:
-        """Measure `pending` pass by pass, then compute what is `derived` from it, and complete `outcome`."""
+    def run(self, pending: Sequence[Point], outcome: Outcome) -> None:
+        """Measure `pending` pass by pass, and complete `outcome`."""
         passes, begun = list(self._passes(pending)), False
         self._left, self.outcome = len(pending), outcome  # points to be measured, all passes together
-        points = len(pending) + len(derived)
-        with tqdm(total=points, desc=self.experiment.name, unit="point", dynamic_ncols=True) as self.progress:
+        with tqdm(total=len(pending), desc=self.experiment.name, unit="point", dynamic_ncols=True) as self.progress:
             self._so_far: list[Group] = []
             for index, groups in enumerate(passes):
                 self._so_far += groups
@@ -80,7 +78,6 @@ class Passes:
                 begun |= new
             for _ in range(self.cfg.scale.tries):
                 self._measure_marked()
-            self._derive(derived)
             if outcome.left_out:
                 self._say(
                     f"{outcome.left_out} measurements did not fit into its time; the same command goes on with them"
@@ -118,9 +115,9 @@ class Passes:
         """Measure `group`, and write its rows unless quieter ones are there; False where it failed or was stopped."""
         try:
             with self.budget.spending(_key(group), whole=not self.outcome.measured):
-                watch = Watch(self.cfg.hardware.device)
+                watch = Watch(self.cfg.hardware.device) if self.experiment.watched else None
                 readings = self.experiment.measure_together(self._in_time(group), group)
-                found = watch.stop()
+                found = watch.stop() if watch else None
         except CheckFailed as error:
             self._fail(group, error)
             return False
@@ -128,7 +125,7 @@ class Passes:
             self.experiment.release()  # what is kept may be half done
             return False
         before = self._noise_of(group)
-        if before is None or not found.disturbed or (found.other_cpu or 0.0) < before:
+        if before is None or found is None or not found.disturbed or (found.other_cpu or 0.0) < before:
             try:
                 self._keep(group, readings, found)
             except ImpossibleRow as error:
@@ -136,20 +133,18 @@ class Passes:
                 return False
         return True
 
-    def _keep(self, group: Group, readings: Sequence[Sequence[Reading]], found: Disturbance) -> None:
-        self._write(group, readings, asdict(found))
-        for point in group:
-            self._noise.pop((self._digest(point), point.repeat), None)
-            if found.disturbed:
-                self._noise[self._digest(point), point.repeat] = found.other_cpu or 0.0
-
-    def _write(self, group: Group, readings: Sequence[Sequence[Reading]], columns: dict[str, Any]) -> None:
+    def _keep(self, group: Group, readings: Sequence[Sequence[Reading]], found: Disturbance | None) -> None:
         pairs = [(point, one) for point, many in zip(group, readings, strict=True) for one in many]
+        columns = asdict(found) if found else {}
         rows = [
             Row(config_hash=self._digest(point), **{**self._columns, **point.columns(), **one.columns(), **columns})
             for point, one in pairs
         ]
         self.rows.replace(rows)
+        for point in group:
+            self._noise.pop((self._digest(point), point.repeat), None)
+            if found and found.disturbed:
+                self._noise[self._digest(point), point.repeat] = found.other_cpu or 0.0
 
     def _noise_of(self, group: Group) -> float | None:
         """`other_cpu` of the marked rows of `group`; None where a point of it has none."""
@@ -161,7 +156,6 @@ class Passes:
 
     def _leave_out(self, group: Group) -> None:
         """Count `group` as left out for want of time; rows of earlier runs stay, with their marks."""
-        self._short.add(group[0].repeat)
         self.outcome.left_out += len(group)
 
     def _in_time(self, group: Group) -> Config:
@@ -182,24 +176,6 @@ class Passes:
         self._wrong.add(group[0].label())
         self.outcome.failed.append(f"{group[0].label()}: {error}")
         self._say(f"no row for {group[0].label()}: {error}")
-
-    def _derive(self, points: Sequence[Point]) -> None:
-        """Compute points from rows, except where these were left out; a long simulation may be stopped."""
-        for point in points:
-            self.progress.set_postfix_str(point.label(), refresh=True)
-            try:
-                with self.budget.spending(point.key(), whole=not self.outcome.measured):
-                    readings = self.experiment.measure(self._clocks[point.timer], point)
-                self._write([point], [readings], {})
-                self.outcome.measured += 1
-            except OutOfTime:
-                self.outcome.left_out += 1
-            except (CheckFailed, ImpossibleRow) as error:
-                if point.repeat in self._short:
-                    self.outcome.left_out += 1
-                elif point.label() not in self._wrong:
-                    self._fail([point], error)
-            self.progress.update()
 
     def _say(self, text: str) -> None:
         self.progress.write(f"{self.experiment.name}: {text}", file=sys.stderr)

@@ -44,7 +44,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Reading:
-    """One number that `measure` found; the harness makes it a row. `disturbed`: of points derived from other rows."""
+    """One number that `measure` found; the harness makes it a row. `disturbed`: where the harness does not watch."""
 
     metric: str
     value: float

@@ -52,11 +52,8 @@ def run(cfg: DictConfig | Config, experiment: Experiment, budget: Budget | None 
         _prepare(settled)
         rows.path.with_suffix(".json").write_text(_configuration(given, experiment), encoding="utf-8")
         columns = {"figure": experiment.figure, "source_hash": source, **_columns(settled)}
-        timed = [point for point in pending if not experiment.is_derived(point)]
-        changed = {point.repeat for point in pending}
-        derived = [point for point in points if experiment.is_derived(point) and point.repeat in changed]
         try:
-            Passes(experiment, clocks, columns, digest, rows, noise, budget).run(timed, derived, outcome)
+            Passes(experiment, clocks, columns, digest, rows, noise, budget).run(pending, outcome)
         finally:
             experiment.release()
     if settled.draw and rows.rows:

@@ -4,12 +4,11 @@ import time
 from dataclasses import replace
 
 import pytest
-from fakes import GRID, NAME, QUIET, Fake, composed, rows_of
+from fakes import GRID, QUIET, Fake, composed, rows_of
 
-from experiments.harness import CheckFailed, Point, Reading, sampled
+from experiments.harness import Reading, sampled
 from experiments.harness.budget import Budget
 from experiments.harness.resume import run
-from experiments.measure.records import read_rows
 
 BUSY, QUIETER, LOUDER = (replace(QUIET, disturbed=True, other_cpu=share) for share in (0.25, 0.1, 0.5))
 
@@ -142,56 +141,34 @@ def test_marked_rows_are_measured_again_as_far_as_they_fit_and_stay_marked_else(
     assert (sum(row.disturbed for row in found), {row.repeat for row in found}) == (counts[2], set(range(repeats)))
 
 
-class Summed(Slow):
-    """A point that is the sum of what is on disk of its repeat; `least`: rows without which it fails its check."""
+class Computed(Slow):
+    """Nothing watches it; it says itself what was disturbed."""
 
-    least = 0
-
-    def points(self, cfg):
-        return [Point("sum", "SGMV", "Distinct", batch_size=0), *super().points(cfg)]
-
-    def is_derived(self, point):
-        return point.panel == "sum"
+    watched = False
 
     def measure(self, cfg, point):
-        if point.panel != "sum":
-            super().measure(cfg, point)
-            return [Reading("latency", float(len(self.measured)), "us")]
-        rows = [row for row in read_rows(self.path) if row.repeat == point.repeat]
-        if len(rows) < self.least:
-            raise CheckFailed("a row is missing")
-        return [Reading("total", sum(row.value for row in rows), "us", disturbed=True)]
+        super().measure(cfg, point)
+        return [Reading("total", 1.0, "us", disturbed=point.batch_size == 2)]
 
 
-@pytest.fixture
-def summed(tmp_path):
-    made = Summed()
-    made.path = tmp_path / "cpu" / "smoke" / "rows" / f"{NAME}.csv"
-    return made
+def test_what_is_not_watched_has_no_witnesses_and_is_taken_once_in_a_run(tmp_path, machine):
+    machine.script = [BUSY] * 2
+    computed = Computed()
+    outcome = run(composed(tmp_path, *GRID, "scale.passes=1"), computed)
+    assert (outcome.measured, outcome.disturbed, machine.script) == (2, 0, [BUSY] * 2)
+    found = rows_of(tmp_path, "value")
+    assert [(row.batch_size, row.disturbed, row.other_cpu) for row in found] == [(1, False, None), (2, True, None)]
+    again = Computed()
+    run(composed(tmp_path, *GRID, "scale.passes=1"), again)
+    assert [batch for _, batch in again.measured] == [2]
 
 
-def test_what_is_derived_comes_last_and_again_when_anything_changed(tmp_path, machine, summed):
-    machine.script = [QUIET, BUSY]
-    run(composed(tmp_path, *GRID), summed)
-    rows = rows_of(tmp_path, "value")
-    by_repeat = {r: sum(row.value for row in rows if row.repeat == r and row.metric == "latency") for r in range(3)}
-    totals = [row for row in rows if row.metric == "total"]
-    assert {row.repeat: row.value for row in totals} == by_repeat == {0: 1.0 + 3.0, 1: 4.0 + 5.0, 2: 6.0 + 7.0}
-    assert [row.disturbed for row in totals] == [True] * 3
-
-
-def test_what_cannot_be_derived_for_want_of_time_is_left_out_and_not_wrong(tmp_path, summed):
-    summed.least = 2
-    outcome = run(composed(tmp_path, *GRID, "scale.passes=1"), summed, summed.within(0.1, firm=True))
-    assert (outcome.measured, outcome.left_out, outcome.failed) == (1, 2, [])
-
-
-def test_a_simulation_that_runs_on_is_stopped_and_left_out(tmp_path):
-    class Endless(Summed):
+def test_a_measurement_that_runs_on_is_stopped_and_left_out(tmp_path):
+    class Endless(Computed):
         def measure(self, cfg, point):
-            while point.panel == "sum":
+            while point.batch_size == 2:
                 time.sleep(0.001)
             return super().measure(cfg, point)
 
     outcome = run(composed(tmp_path, *GRID, "scale.passes=1"), Endless(), Budget(2.0, firm=True))
-    assert (outcome.measured, outcome.left_out, outcome.failed) == (2, 1, [])
+    assert (outcome.measured, outcome.left_out, outcome.failed) == (1, 1, [])
