@@ -206,22 +206,26 @@ def test_under_batch_invariance_prompts_are_cut_at_tiles_of_the_attention(backbo
     assert totals(steps)[0] == 8 + 24
 
 
-def _on_a_rank(rank: int, backbone) -> tuple[list, int]:
-    config = EngineConfig(max_batch_size=4, max_model_len=64, block_size=4, prefill_chunk=7, prefix_cache=True)
+def _on_a_rank(rank: int, backbone, expected: dict[str, list[int]]) -> tuple[list, int, int]:
+    sizes = {"block_size": 4, "prefill_chunk": 7, "prefix_cache": True, "speculate": 3}
+    config = EngineConfig(max_batch_size=4, max_model_len=64, **sizes)
     engine = Engine(backbone.model("cpu"), config.lora_config(16, max_loras=4), config, "chunked", warm_up=False)
-    found, hits = [], 0
+    engine.scheduler.draft = lambda request, most: expected[request.request_id][request.num_generated :][:most]
+    found, hits, accepted = [], 0, 0
     for _ in range(2):
         requests = [Request(str(i), PREFIX[: 17 + i], 5, backbone.adapters.get(i)) for i in range(4)]
         outputs, steps = run(engine, *requests)
         found.append(outputs)
         hits += totals(steps)[0]
-    return found, hits
+        accepted += sum(step.num_accepted_tokens for step in steps)
+    return found, hits, accepted
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_cut_and_hit_alike(backbone) -> None:
-    ranks = spawn_tensor_parallel(_on_a_rank, 2, backbone, backend="gloo")
-    expected = [backbone.generate_merged(PREFIX[: 17 + i], i, 5) for i in range(4)]
+def test_tensor_parallel_ranks_cut_hit_and_accept_alike(backbone) -> None:
+    expected = {str(i): backbone.generate_merged(PREFIX[: 17 + i], i, 5) for i in range(4)}
+    ranks = spawn_tensor_parallel(_on_a_rank, 2, backbone, expected, backend="gloo")
     assert ranks[0] == ranks[1]
-    assert ranks[0][0] == [expected] * 2
+    assert ranks[0][0] == [list(expected.values())] * 2
     assert ranks[0][1] >= 4 * 16
+    assert ranks[0][2] > 8

@@ -14,6 +14,7 @@ from punica.engine import Engine, Request, SamplingParams
 from punica.engine import config as sizes
 from punica.models import LlamaForCausalLM
 from punica.parallel import spawn_tensor_parallel
+from tests.parallel.thread_ranks import on_threads
 from tests.world import BEGIN, END, VOCAB, save_tokenizer, tokens_of
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -174,17 +175,11 @@ def test_ranks_agree_on_sizes_and_texts(folder, adapters) -> None:
     assert spawn_tensor_parallel(on_rank, 2, str(folder), adapters, backend="gloo") == [alone] * 2
 
 
-def refused_on_rank(rank: int, folders: list[str]) -> str:
-    with pytest.raises(FileNotFoundError) as caught:
-        Engine.from_pretrained(folders[rank], device="cpu")
-    return str(caught.value)
-
-
-@pytest.mark.slow
 def test_a_rank_without_the_folder_ends_all_ranks_with_its_cause(folder) -> None:
-    messages = spawn_tensor_parallel(refused_on_rank, 2, [str(folder), "not/here"], backend="gloo")
-    assert messages[0] == messages[1]
-    assert messages[0].startswith("rank 1 of 2: model folder 'not/here' does not exist")
+    errors = on_threads(2, lambda rank: Engine.from_pretrained("not/here" if rank else folder, device="cpu"))
+    assert [type(error) for error in errors] == [FileNotFoundError] * 2
+    assert str(errors[0]) == str(errors[1])
+    assert str(errors[0]).startswith("rank 1 of 2: model folder 'not/here' does not exist")
 
 
 @pytest.mark.parametrize(

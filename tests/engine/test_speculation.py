@@ -9,7 +9,6 @@ from punica.cluster.runner import Runner
 from punica.engine import Engine, EngineConfig, Request
 from punica.engine.runner import ModelRunner
 from punica.engine.speculation import verified
-from punica.parallel import spawn_tensor_parallel
 from punica.scheduling import ADMISSION_RULES, BlockManager, RequestState, SamplingParams, Scheduler
 from punica.scheduling.layout import Span, StepLayout
 from punica.scheduling.lookup import look_up
@@ -129,17 +128,6 @@ def test_a_draft_that_holds_nan_spoils_no_request(world) -> None:
     assert [state.output_token_ids for state in states] == [world.generate_merged(STEM, i, 8) for i in (1, 2)]
     assert not states[0].may_draft
     assert "NaN" in bad.error
-
-
-def _on_a_rank(_: int, world: Backbone) -> tuple[list[list[int]], int]:
-    states, steps = run(world.engine(speculate=3), *(Request(f"{i}", STEM, 9, world.adapters.get(i)) for i in range(4)))
-    return [state.output_token_ids for state in states], sum(step.num_accepted_tokens for step in steps)
-
-
-@pytest.mark.slow
-def test_tensor_parallel_ranks_accept_alike(world) -> None:
-    expected = [world.generate_merged(STEM, i, 9) for i in range(4)]
-    assert spawn_tensor_parallel(_on_a_rank, 2, world, backend="gloo") == [(expected, 4 * 6)] * 2
 
 
 def test_refusals(world) -> None:

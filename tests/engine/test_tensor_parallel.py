@@ -3,18 +3,13 @@
 With fewer slots than adapters, so that adapters move in and out while requests run; on GPUs beside the steps.
 """
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from punica.adapters import LoRARequest
-from punica.engine import Engine, EngineConfig, Request
+from punica.engine import Engine, EngineConfig
 from punica.parallel import spawn_tensor_parallel
 from tests.parallel.progress import told
-from tests.world import Backbone, Wish, finish
+from tests.world import Backbone, Wish
 
 SLOTS = 3
 
@@ -90,54 +85,3 @@ def test_graphs_with_collectives_generate_what_launched_steps_do_and_end_with_th
     assert first == second
     assert first["tokens"] == {False: mixed_tokens, True: mixed_tokens}
     assert len(first["shapes"]) > 10
-
-
-def generate_beside_damage(rank: int, backbone: Backbone, places: dict[str, list]) -> dict:
-    """Each rank has its own disk: the folders of an adapter are what `places` says for it."""
-    engine = engine_of(backbone, "cpu", max_batch_size=4)
-    good, refused, failed = backbone.ask(engine, "good", [5, 6], 1, 12), {}, {}
-    for number, (name, paths) in enumerate(places.items(), start=10):
-        try:
-            failed[name] = engine.add_request(Request(name, [1, 2], 4, LoRARequest(name, number, str(paths[rank]))))
-        except (OSError, ValueError) as error:
-            refused[name] = str(error)
-    later = backbone.ask(engine, "later", [7, 8], 3, 5)
-    finish(engine)
-    return {
-        "served": [good.output_token_ids, later.output_token_ids], "refused": refused,
-        "failed": {name: state.error for name, state in failed.items()},
-    }  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_folder_that_one_rank_cannot_read_fails_on_all_and_only_its_requests(backbone, tmp_path) -> None:
-    def copy(name: str) -> Path:
-        return Path(shutil.copytree(backbone.adapters[2].lora_path, tmp_path / name))
-
-    whole, cut, poisoned, wide = (copy(name) for name in ("whole", "cut", "poisoned", "wide"))
-    weights = whole / "adapter_model.safetensors"
-    (cut / weights.name).write_bytes(weights.read_bytes()[:-100])
-    infinite = {name: tensor * float("inf") for name, tensor in load_file(weights).items()}
-    save_file(infinite, poisoned / weights.name, metadata={"format": "pt"})  # the others' header
-    (wide / "adapter_config.json").write_text('{"r": 99, "lora_alpha": 1, "target_modules": ["q_proj"]}')
-    places = {
-        "missing here": [whole, tmp_path / "nowhere"],
-        "cut there": [cut, whole],
-        "poisoned here": [whole, poisoned],
-        "poisoned there": [poisoned, whole],
-        "another config": [whole, wide],
-    }
-    first, second = spawn_tensor_parallel(generate_beside_damage, 2, backbone, places, backend="gloo")
-    assert first == second
-    assert first["served"] == [backbone.generate_merged((5, 6), 1, 12), backbone.generate_merged((7, 8), 3, 5)]
-    assert set(first["refused"]) == {"missing here", "cut there", "another config"}
-    assert set(first["failed"]) == {"poisoned here", "poisoned there"}
-    for rank, name, reason in (
-        (1, "missing here", "does not exist"),
-        (0, "cut there", "not a valid safetensors file"),
-        (1, "another config", "rank 99 exceeds"),
-        (1, "poisoned here", "contains NaN or inf"),
-        (0, "poisoned there", "contains NaN or inf"),
-    ):
-        text = (first["refused"] | first["failed"])[name]
-        assert all(part in text for part in (f"rank {rank} of 2", repr(name), reason)), text

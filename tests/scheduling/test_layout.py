@@ -1,7 +1,5 @@
 """The layout of a step: rows, positions, cache rows, segments."""
 
-from dataclasses import replace
-
 import pytest
 
 from punica.adapters import LoRARequest
@@ -77,28 +75,6 @@ def test_without_lora_no_row_has_a_slot(plan, blocks) -> None:
         lay_out(plan, blocks, {10: 0, 20: 1})  # one without slot is not served as the backbone
 
 
-def test_rows_of_the_cache_follow_the_block_tables(plan, blocks) -> None:
-    layout = lay_out(plan, blocks, SLOTS)
-    for span in layout.spans:
-        rows, positions = (of[span.start : span.start + span.length] for of in (layout.kv_rows, layout.positions))
-        assert rows == [span.block_table[position // 4] * 4 + position % 4 for position in positions]
-        assert span.kv_length == positions[-1] + 1
-    assert len(set(layout.kv_rows)) == len(layout.kv_rows)
-
-
-def test_decode_only(plan, blocks) -> None:
-    decode = lay_out(StepPlan((), plan.decodes, (), ()), blocks, SLOTS)
-    assert decode.num_prefill_rows == 0
-    assert [span.start for span in decode.spans] == [0, 1, 2, 3]
-
-
-def test_preempted_request_returns_with_its_output_as_prompt(blocks) -> None:
-    request = running("r", [1, 2, 3], [4, 5], 20, blocks)
-    layout = lay_out(StepPlan((request,), (), (), ()), blocks, SLOTS)
-    assert layout.token_ids == [1, 2, 3, 4, 5]
-    assert layout.positions == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("output", [[7], [7, 8, 9]], ids=["one token", "three tokens"])
 def test_idle_row_repeats_its_last_cached_token(blocks, output) -> None:
     request = running("f", [1, 2, 3], output, 20, blocks)
@@ -116,19 +92,3 @@ def test_last_admitted_rule_gives_every_row_one_adapter(plan, blocks) -> None:
     assert set(layout.sampled_slots) == {1}
     decode = lay_out(StepPlan((), plan.decodes, (), ()), blocks, SLOTS, "last_admitted")
     assert decode.segments == ((2, 4),)  # d was admitted last
-
-
-def test_a_token_that_is_being_computed_has_a_place(plan, blocks) -> None:
-    """The layout of the next step, made before and after the tokens are known, differs in their ids alone."""
-    requests = [*plan.prefills, *plan.decodes]
-    after = StepPlan((), tuple(requests), (), ())
-    for request in requests:
-        request.is_ahead = True
-        assert blocks.reserve(request.request_id, request.num_tokens)
-    before = lay_out(after, blocks, SLOTS)
-    for number, request in enumerate(requests):
-        request.is_ahead = False
-        request.append(70 + number)
-    known = lay_out(after, blocks, SLOTS)
-    assert before == replace(known, token_ids=[0] * len(requests))
-    assert sorted(known.token_ids) == [70 + number for number in range(len(requests))]
