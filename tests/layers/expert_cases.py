@@ -142,10 +142,6 @@ def output_of(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32
     return wrapped(base_layer(device=device, dtype=dtype, **options), adapters, three_d, **config)(x.to(dtype), logits)
 
 
-SHORT_CASES = [name for name, (_, _, three_d, _) in RANK_CASES.items() if not three_d]
-"""Those that differ in what ranks tell each other: how a slot is laid out is the same on every device."""
-
-
 def on_gpu(rank: int, names: list[str]) -> dict[str, Tensor]:
     """What this rank of a group finds in bfloat16."""
     torch.cuda.set_device(rank)

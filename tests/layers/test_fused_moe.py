@@ -14,7 +14,6 @@ from expert_cases import (
     INNER,
     MAX_RANK,
     RANK_CASES,
-    SHORT_CASES,
     SLOTS,
     adapter,
     base_layer,
@@ -221,7 +220,7 @@ def test_a_gpu_equals_the_cpu(name):
 @pytest.mark.multi_gpu
 def test_two_gpus_in_16_bits_equal_one():
     """Against float32: an adapter left out, or a sum over one rank only, is ten times as wrong and more."""
-    for of_rank in spawn_tensor_parallel(on_gpu, 2, SHORT_CASES):
+    for of_rank in spawn_tensor_parallel(on_gpu, 2, list(RANK_CASES)):
         for name, output in of_rank.items():
             assert output.dtype == torch.bfloat16
             wanted = output_of(name)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from punica.ops.experts import Experts, Fp8Experts, Switches
 from punica.ops.scales import Scheme
-from tests.ops.helpers import E4M3, E5M2, TOLERANCE
+from tests.ops.helpers import E4M3, E5M2, TOLERANCE, Fp8Stack
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "tensor": {},
@@ -98,21 +98,15 @@ class World:
         return (torch.randn(shape, generator=self.generator) * scale).to(self.case.dtype)
 
     def _stored(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Values, random scales, and what they stand for in float64: element by element, apart from the library."""
+        """Other values of these shapes, random scales, and what they stand for in float64."""
         values, scales, real = [], [], []
-        for weight in weights:
-            slots, experts, n, k = weight.shape
-            given = SCHEMES[self.case.fp8 or ""]
-            group_n = given.get("group_n", 1 if given else n)
-            group_k = given.get("group_k", k)
-            blocks = (slots, experts, -(-n // group_n), -(-k // group_k))
-            scale = (torch.rand(blocks, generator=self.generator) + 0.1) * 0.02
-            q = (weight.float() * 50).to(self.case.fp8_dtype)
-            rows, columns = torch.arange(n) // group_n, torch.arange(k) // group_k
-            real.append(q.float().double() * scale.double()[:, :, rows][..., columns])
-            shape = blocks if "group_n" in given else blocks[: 3 if given else 2]
-            values.append(q)
-            scales.append(scale.reshape(shape))
+        torch.manual_seed(self.case.seed)
+        for slots, experts, n, k in (weight.shape for weight in weights):
+            scheme = SCHEMES[self.case.fp8 or ""]
+            stack = Fp8Stack.random(slots * experts, n, k, scheme, self.case.fp8_dtype, "cpu")
+            values.append(stack.stored.view(slots, experts, n, k))
+            scales.append(stack.scale.unflatten(0, (slots, experts)))
+            real.append(stack.real().view(slots, experts, n, k))
         return values, scales, real
 
     def _store_x(self) -> None:

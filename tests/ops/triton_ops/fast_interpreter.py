@@ -19,8 +19,6 @@ _original_np_dtype = interpreter._get_np_dtype
 _original_block_type = core.block_type.__init__
 _original_broadcast = TritonSemantic.broadcast_impl_value
 _original_operands = TritonSemantic.binary_op_type_checking_impl
-_original_unwrap = core._unwrap_if_constexpr
-_original_equal = core.dtype.__eq__
 _np_dtypes: dict[str, np.dtype] = {}
 _block_types: dict[tuple, dict[str, Any]] = {}
 _patched: set[str] = set()
@@ -82,19 +80,6 @@ def _operands(
     return _original_operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
 
-_PLAIN = {int, float, bool, str, type(None), core.tensor, core.dtype}
-
-
-def _unwrap(value: Any) -> Any:
-    if type(value) is core.constexpr:
-        return value.value
-    return value if type(value) in _PLAIN else _original_unwrap(value)
-
-
-def _equal(self: core.dtype, other: Any) -> bool:
-    return self.name == other.name if type(other) is core.dtype else _original_equal(self, other)
-
-
 def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     """Call what is inside of the wrapper that asks for ``_semantic``, with it."""
     inner = getattr(member, "__wrapped__", member)
@@ -121,8 +106,6 @@ def install() -> None:
     core.tensor.__init__ = _init_tensor
     TritonSemantic.broadcast_impl_value = _broadcast
     TritonSemantic.binary_op_type_checking_impl = _operands
-    core._unwrap_if_constexpr = _unwrap
-    core.dtype.__eq__ = _equal
     interpreter._patch_attr = _patch_attr
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter.InterpretedFunction.__call__ = _call_device_function

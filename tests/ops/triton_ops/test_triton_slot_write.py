@@ -1,10 +1,10 @@
-"""The kernel that fills a slot on all layers at once: equal to plain torch, and to nothing outside its slot."""
+"""Packed adapters: what goes in comes out, and both writers fill one slot and touch nothing outside of it."""
 
 import pytest
 import torch
 
 from punica.ops import slot_image
-from punica.ops.slot_image import SlotMatrix, pack_image
+from punica.ops.slot_image import SlotMatrix, image_matrices, pack_image
 from punica.ops.triton_ops.slot_write import BLOCK_BYTES, PROGRAMS, SlotTable, write_slot
 
 BLOCK = BLOCK_BYTES // 4  # elements of float32; half a tile of the narrower types
@@ -88,3 +88,23 @@ def test_bad_tables_and_writes_are_refused(device):
         with pytest.raises(ValueError, match=f"\\[0, 2\\), got {index}"):
             write_slot(image, table, index)
     assert not slots[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_matrices_come_back_aligned_with_zeros_between_whatever_the_memory_held(dtype):
+    given = [torch.randn(3, 5), None, torch.ones(1, 1), torch.randn(4, 0), torch.randn(7, 2).t(), torch.ones(7, 3)]
+    torch.use_deterministic_algorithms(True)  # new memory is then full of the largest number
+    try:
+        image = pack_image([SlotMatrix(part, 3 if part is not None else 0) for part in given], dtype)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    sizes = [0 if part is None else part.numel() * dtype.itemsize for part in given]
+    assert image.numel() == sum(-(-size // 16) * 16 for size in (6 * 4 * 8, *sizes))
+    for part, matrix, size in zip(given, image_matrices(image, len(given), dtype), sizes, strict=True):
+        if part is None:
+            assert matrix is None
+            continue
+        assert torch.equal(matrix, part.to(dtype))
+        start = matrix.data_ptr() - image.data_ptr()
+        assert start % 16 == 0
+        assert not image[start + size : -(-(start + size) // 16) * 16].any()
