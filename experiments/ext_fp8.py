@@ -14,6 +14,7 @@ random model, the pessimistic end. Cost at scale=laptop: about 45 seconds on two
 """
 
 from collections.abc import Sequence
+from itertools import product
 from typing import cast
 
 from experiments.benches.operator_figure import OperatorConf, OperatorExperiment, operator_conf
@@ -48,9 +49,7 @@ class Fp8(OperatorExperiment):
         settings = {"model": model_settings(cfg.model), "seed": cfg.adapters.seed}
         return super().points(cfg) + [
             Point(QUALITY, system, "", cfg.model.name, figure.requests, figure.prompt, rank, settings)
-            for rank in cfg.adapters.ranks
-            for system in cfg.system.names
-            if system in WITH_QUALITY
+            for rank, system in product(cfg.adapters.ranks, [one for one in cfg.system.names if one in WITH_QUALITY])
         ]
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:

@@ -56,8 +56,8 @@ class ArrivalsConf(FigureConf):
     least: Seconds  # requests to be expected in them; where a rate is too low for that, they are more seconds
     longest: Seconds  # up to these, but for the baseline's capacity, whose p99 the claim is about
     drain: Seconds  # of patience with them
-    check_requests: Count
-    check_tokens: Count
+    check_requests: Count = 4  # compared with Hugging Face before timing ...
+    check_tokens: Count = 6  # ... in so many positions of each, given the same tokens
 
     @property
     def span(self) -> Span:

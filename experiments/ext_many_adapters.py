@@ -25,6 +25,7 @@ seconds on two cores, 3 GB. On an H200 a command measures one repeat of what it 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from shutil import disk_usage
 from tempfile import gettempdir
 from typing import cast
@@ -67,12 +68,10 @@ class ManyAdapters(Experiment):
                 f"figure.in_memory={figure.in_memory} must be at least figure.batch_size={figure.batch_size}: host "
                 "memory has a copy of every slot"
             )
-        settings = {**settings_of(cfg), "load": figure.load}
+        settings, systems = {**settings_of(cfg), "load": figure.load}, dict.fromkeys((GIVES_RATE, *cfg.system.names))
         return [
             Point(panel, system, workload, cfg.model.name, figure.batch_size, None, rank, settings)
-            for panel in holdings(figure)
-            for workload in cfg.workload.names
-            for system in dict.fromkeys((GIVES_RATE, *cfg.system.names))
+            for panel, workload, system in product(holdings(figure), cfg.workload.names, systems)
         ]
 
     def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:

@@ -13,6 +13,7 @@ by adapter). All are checked against the reference first. Cost at scale=laptop: 
 """
 
 from collections.abc import Sequence
+from itertools import product
 from typing import cast
 
 from experiments.benches.operator_figure import OperatorConf, OperatorExperiment
@@ -40,13 +41,10 @@ class Mixtures(OperatorExperiment):
     def points(self, cfg: Config) -> list[Point]:
         figure = cast(MixturesConf, cfg.figure)
         settings = {fan: {**figure.settings(cfg), "fan": fan} for fan in figure.fans}
+        grid = product(cfg.workload.names, figure.fans, figure.batch_sizes, cfg.adapters.ranks, cfg.system.names)
         return [
             Point(f"{workload}, rank {rank}, k = {fan}", system, workload, "", rows, None, rank, settings[fan])
-            for workload in cfg.workload.names
-            for fan in figure.fans
-            for rows in figure.batch_sizes
-            for rank in cfg.adapters.ranks
-            for system in cfg.system.names
+            for workload, fan, rows, rank, system in grid
             if system != "PEFT layer" or workload == "Identical"
         ]
 

@@ -16,6 +16,7 @@ minutes on two cores, 1 GB.
 """
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, cast
 
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
@@ -63,12 +64,8 @@ class MixtureOfExperts(Experiment):
         kinds.append((engine, {**settings, "layers": figure.engine_layers, "slots": most}, None))
         return [
             Point(panel_of(model, figure.fp8, slots), system, workload, model, batch, figure.context, rank, of_system)
-            for model in figure.models
-            for rank in cfg.adapters.ranks
-            for systems, of_system, slots in kinds
-            for batch in figure.batch_sizes
-            for workload in cfg.workload.names
-            for system in systems
+            for model, rank, (systems, of_system, slots) in product(figure.models, cfg.adapters.ranks, kinds)
+            for batch, workload, system in product(figure.batch_sizes, cfg.workload.names, systems)
         ]
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:

@@ -27,6 +27,7 @@ Weights are random and positions go beyond those that a model was made for, whic
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -72,16 +73,12 @@ class PrefixCache(Experiment):
         of_trace = {**_trace(figure), "seed": cfg.adapters.seed}
         traced = [
             Point(TRACE, system, workload, seq_len=tokens, settings=of_trace)
-            for workload in cfg.workload.names
-            for tokens in figure.trace_tokens
-            for system in cfg.system.names
+            for workload, tokens, system in product(cfg.workload.names, figure.trace_tokens, cfg.system.names)
             if figure.trace and system != "recompute"
         ]
         return traced + [
             Point(f"adapters: {adapters}", system, "", cfg.model.name, adapters, context, rank, settings)
-            for adapters in figure.adapters
-            for context in figure.contexts
-            for system in cfg.system.names
+            for adapters, context, system in product(figure.adapters, figure.contexts, cfg.system.names)
         ]
 
     def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:

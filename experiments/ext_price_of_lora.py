@@ -10,6 +10,7 @@ dequantises weights in each step. Cost at scale=laptop: 20 seconds on two cores,
 """
 
 from collections.abc import Sequence
+from itertools import product
 from statistics import median
 from typing import Any, cast
 
@@ -41,10 +42,7 @@ class PriceOfLora(Experiment):
         figure, rank, model = cast(PriceConf, cfg.figure), cfg.adapters.ranks[0], model_settings(cfg.model)
         return [
             Point(base, system, "", model["name"], batch, figure.context, rank, {"model": model, "fp8_adapters": fp8})
-            for base in figure.bases
-            for fp8 in (False, True)  # an engine each
-            for batch in figure.batch_sizes
-            for system in cfg.system.names
+            for base, fp8, batch, system in product(figure.bases, (False, True), figure.batch_sizes, cfg.system.names)
             if (system == FP8_EACH) == fp8
         ]
 

@@ -11,6 +11,7 @@ drawn (`paper_results/accept_lengths.csv`). Cost at scale=laptop: 15 seconds on 
 """
 
 from collections.abc import Sequence
+from itertools import product
 from statistics import median
 from typing import Any, cast
 
@@ -26,8 +27,6 @@ ADAPTERS = NONE, ONE, EACH
 
 
 class SpeculationConf(FigureConf):
-    """Requests of a step, tokens of each, and drafts."""
-
     batch_sizes: Counts
     drafts: list[int]
     context: Count
@@ -44,9 +43,7 @@ class Speculation(Experiment):
         figure, rank, model = cast(SpeculationConf, cfg.figure), cfg.adapters.ranks[0], model_settings(cfg.model)
         return [
             Point(panel, system, "", model["name"], batch, figure.context, rank, {"model": model})
-            for panel in ADAPTERS
-            for batch in figure.batch_sizes
-            for system in cfg.system.names
+            for panel, batch, system in product(ADAPTERS, figure.batch_sizes, cfg.system.names)
             if SYSTEMS[system] in figure.drafts
         ]
 

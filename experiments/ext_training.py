@@ -9,6 +9,7 @@ at scale=laptop: 25 seconds.
 """
 
 from collections.abc import Sequence
+from itertools import product
 from statistics import median
 from typing import Any, Literal, cast
 
@@ -38,13 +39,10 @@ class TrainingTogether(Experiment):
 
     def points(self, cfg: Config) -> list[Point]:
         figure, name, settings = cast(TrainingConf, cfg.figure), cfg.model.name, model_settings(cfg.model)
+        grid = product(figure.parts, cfg.adapters.ranks, figure.adapters, figure.tokens, cfg.system.names)
         return [
             Point(f"{name}, {part}, adapters: {adapters}", system, "", name, adapters, tokens, rank, settings)
-            for part in figure.parts
-            for rank in cfg.adapters.ranks
-            for adapters in figure.adapters
-            for tokens in figure.tokens
-            for system in cfg.system.names
+            for part, rank, adapters, tokens, system in grid
             if adapters * tokens <= figure.most_rows
         ]
 

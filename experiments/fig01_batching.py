@@ -25,8 +25,6 @@ MODES = ("prefill", "decode")
 
 
 class BatchingConf(FigureConf):
-    """Grid of Figure 1."""
-
     batch_sizes: Counts
     seq_lens: Counts
     prefill_seq_lens: Counts  # prefill costs in proportion to its tokens: minutes on a CPU

@@ -9,6 +9,7 @@ adapter. Cost at scale=laptop: about 1 minute on two cores, 2 GB; at scale=gpu 4
 """
 
 from functools import partial
+from itertools import product
 from typing import cast
 
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Overlay, main
@@ -18,8 +19,6 @@ from experiments.workload.popularity import popularity
 
 
 class LayerConf(FigureConf):
-    """Grid of Figure 10."""
-
     batch_sizes: Counts
     seq_lens: Counts
 
@@ -34,13 +33,10 @@ class Fig10(Experiment):
     def points(self, cfg: Config) -> list[Point]:
         figure, model = cast(LayerConf, cfg.figure), cfg.model
         settings = {"model": model_settings(model), "slots": self._slots(cfg)}
+        sizes = product(cfg.system.names, cfg.adapters.ranks, figure.seq_lens, figure.batch_sizes, cfg.workload.names)
         return [
             Point(f"{model.paper_name}, len={length}", system, workload, model.name, batch, length, rank, settings)
-            for system in cfg.system.names
-            for rank in cfg.adapters.ranks
-            for length in figure.seq_lens
-            for batch in figure.batch_sizes
-            for workload in cfg.workload.names
+            for system, rank, length, batch, workload in sizes
         ]
 
     def _slots(self, cfg: Config) -> int:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING, cast
 
 from experiments.harness import PROTOCOL, Config, ConfigError, Experiment, FigureConf, main
@@ -69,15 +70,12 @@ class AdapterLoading(Experiment):
         settings = {"model": model_settings(cfg.model), "seed": cfg.adapters.seed}
         alone = [
             Point(panel, system, model=cfg.model.name, rank=rank, settings=settings)
-            for panel in ALONE
-            for rank in cfg.adapters.ranks
-            for system in systems
+            for panel, rank, system in product(ALONE, cfg.adapters.ranks, systems)
         ]
         rows = figure.batch_size or max(cfg.scale.model_batch_sizes)
         return alone + [
             Point(OVERLAP, system, workload, cfg.model.name, rows, figure.seq_len, figure.overlap_rank, settings)
-            for workload in cfg.workload.names
-            for system in systems
+            for workload, system in product(cfg.workload.names, systems)
         ]
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:

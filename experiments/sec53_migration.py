@@ -19,6 +19,7 @@ Cost at scale=laptop: about 20 s on two cores, 3 GB.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
@@ -61,9 +62,7 @@ class MigrationExperiment(Experiment):
         fixed: dict[str, Any] = {"model": cfg.model.name, "batch_size": _batch(cfg), "settings": settings}
         return [
             Point("", system, seq_len=context, rank=rank, **fixed)
-            for rank in cfg.adapters.ranks
-            for context in figure.contexts
-            for system in cfg.system.names
+            for rank, context, system in product(cfg.adapters.ranks, figure.contexts, cfg.system.names)
             if system in here
         ]
 

@@ -21,8 +21,6 @@ EPS = 1e-5
 
 
 class NormConf(FigureConf):
-    """Hidden states [batch size, hidden]."""
-
     hidden: Count
     batch_sizes: Counts
     dtype: DType

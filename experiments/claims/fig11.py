@@ -114,7 +114,6 @@ class Serving:
         return 1e3 * tokens / self.get(PUNICA, "Identical") / steps
 
     def finding(self, quantities: dict[str, float], beside: str = "") -> Finding:
-        """Build a finding that names the model."""
         told = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in quantities.items())
         return Finding(quantities, f"{told}{beside} ({self.measured_model})", models=(self.measured_model,))
 

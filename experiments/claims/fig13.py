@@ -62,7 +62,6 @@ class Hour:
         return cls(paper, MEASURED)
 
     def over_time(self, metric: str) -> pd.Series:
-        """Return values of ``metric`` by the start of their window."""
         return hn.over_time(self.frame, metric)
 
     @cached_property

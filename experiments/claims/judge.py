@@ -285,7 +285,6 @@ def total(verdicts: Sequence[Verdict]) -> str:
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> list[str]:
-    """Build lines of Markdown."""
     lines = []
     for one in verdicts:
         value = one.our_value + (" *(simulated)*" if one.kind == SIMULATED and one.verdict != ARITHMETIC else "")
@@ -300,7 +299,6 @@ def verdict_table(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def marked(verdict: Verdict) -> str:
-    """Return the verdict with its marks."""
     marks = {DISTURBED: verdict.disturbed, ONCE: verdict.once, OTHER_CLOCK: verdict.clock_missing}
     return verdict.verdict + "".join(mark for mark, holds in marks.items() if holds)
 

@@ -176,7 +176,6 @@ MET = {None: NO_BOUND, True: "yes", False: "**no**"}
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Build the lines of a table."""
 
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -121,7 +121,6 @@ def mean_batch(steps: Counter[int]) -> float:
 
 
 def _served(rows: Rows) -> Serving | None:
-    """Return Figure 11 of 7B, None where it was not measured."""
     try:
         return Serving(rows, "7B")
     except NotMeasured:

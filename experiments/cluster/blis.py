@@ -27,8 +27,6 @@ DEFAULT_TIERS = {8: 0.02, 16: 0.035, 32: 0.06}
 
 
 class Options(Settings):
-    """The command line."""
-
     machine: str  # a folder of results/
     base: str = "llama2-7b"  # model
     tenants: Count = 26  # adapters client-0 and so on, of the recorded rank

@@ -110,7 +110,6 @@ def series(served: ServedHour) -> list[Reading]:
 
 
 def summary(served: ServedHour) -> list[Reading]:
-    """Totals, peaks and shares."""
     seconds = min(int(served.duration_s), served.batch.shape[1])
     tokens, active, batch = served.tokens[:seconds], served.active[:seconds], served.batch[:, :seconds]
     cells, capped = (found[found >= ACTIVE] for found in (heat_map(batch), smoothed(np.minimum(batch, MAX_BATCH))))

@@ -29,14 +29,11 @@ GROUP = ["figure", "system", "metric", "unit"]
 
 
 class Options(Settings):
-    """The command line."""
-
     a: str  # a file of rows, or a folder of them
     b: str  # the same
 
 
 def compare(a: str, b: str) -> None:
-    """Join and print."""
     sets = {"a": load("a", Path(a)), "b": load("b", Path(b))}
     pairs = join(*sets.values())
     for (letter, rows), path in zip(sets.items(), (a, b), strict=True):

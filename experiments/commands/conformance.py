@@ -26,8 +26,6 @@ from experiments.harness.schema import ConfigError, Counts, Settings
 
 
 class Options(Settings):
-    """The command line."""
-
     make: Path | None = None  # folder that receives checkpoint, adapters and tokens
     tenants: int = Field(16, ge=2, le=256)  # make: number of adapters
     ranks: list[Annotated[int, Field(ge=1, le=HIDDEN)]] = Field([1, 8, 16, 64], min_length=1)  # make: of the adapters
@@ -55,7 +53,6 @@ def lines(world: World) -> str:
 
 
 async def results_of(options: Options, world: World) -> list[cases.Result]:
-    """Run the cases against the server."""
     key = os.environ.get(cases.KEY_VARIABLE)
     run, results = cases.Run(world, str(options.url), options.prefix, options.base, key, options.timeout), []
     async with run.api:

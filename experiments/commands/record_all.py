@@ -34,8 +34,6 @@ STOPPING_S = 30.0  # that an interrupted set has for writing its rows
 
 
 class Options(Settings):
-    """The command line."""
-
     machine: str  # cpu, or a GPU of conf/hardware
     limit: float = 9.0  # minutes of this call
     vllm_python: str | None = None  # Python of an environment with vLLM, for the sets that need one

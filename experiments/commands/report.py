@@ -70,7 +70,6 @@ def _page_of(machine: Machine, root: Path) -> Path:
 
 
 def report(cfg: DictConfig) -> int:
-    """Write and print the report that ``cfg`` asks for."""
     places = folders(cfg)
     if choose(places, cfg.source) == RECORDED:
         if any(override.startswith("hardware=") for override in given()):

@@ -30,8 +30,6 @@ Client = tuple[str, float, str, float, list[dict[int, float]]]
 
 
 class Options(Settings):
-    """The command line."""
-
     servegen: Path  # a checkout
     pool: str = "reason/deepseek-r1"  # a directory below data/
     start: int = Field(64800, ge=0)  # s, from the pool's beginning
@@ -83,7 +81,6 @@ def drawn(client: Client, end: float, draws: np.random.Generator) -> Iterator[tu
 
 
 def trace(options: Options) -> None:
-    """Write the trace and its description."""
     found = list(clients(options.servegen / "data" / options.pool, options.start))
     if not found:
         where = f"data/{options.pool} of servegen={options.servegen} has no client that sends"

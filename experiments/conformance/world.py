@@ -176,7 +176,6 @@ def read(folder: Path) -> World:
 
 
 def write_checkpoint(folder: Path, seed: int) -> LlamaConfig:
-    """Write model and tokenizer in the form of transformers."""
     config = LlamaConfig(
         hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=HIDDEN // HEAD, num_key_value_heads=1,
         intermediate_size=256, vocab_size=WORDS + 2, max_position_embeddings=MAX_LEN, eos_token_id=END,

@@ -46,7 +46,6 @@ class Found:
 
 @cache
 def sought() -> dict[str, list[Sought]]:
-    """Read the findings to look for, by experiment."""
     content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     found: dict[str, list[Sought]] = {}
     for key, entries in content.items():

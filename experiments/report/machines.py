@@ -50,7 +50,6 @@ class Machine:
 
     @cached_property
     def chosen(self) -> Rows:
-        """Rows that count, one number per point."""
         return Rows(self.rows)
 
     def points(self, figure: str) -> pd.DataFrame:

@@ -99,7 +99,6 @@ def ending(here: Machine, files: Sequence[Path]) -> list[str]:
 
 
 def _line(one: Major, here: Machine, held: bool) -> str:
-    """Return the claims and their sentence, and why it does not hold."""
     on_cpu = "cpu" in distinct(here.rows, "hardware")
     why = one.on_cpu if on_cpu else next((each.why for each in here.verdicts if each.id in one.claims and each.why), "")
     room = WIDTH - len(text := f"  {','.join(one.claims):<15} {one.text}") - 2

@@ -122,7 +122,6 @@ def _summed(ratios: pd.DataFrame, what: str, parts: list[str]) -> Iterator[str]:
 
 
 def _torch_beside_anchors(found: list[Line]) -> Iterator[str]:
-    """Compare torch's times on this machine with the anchors'."""
     for name in ("torch_loop", "torch_gbmm"):
         for line in found:
             here, there = line.us.get(name), anchors_of(line).get(name)

@@ -82,7 +82,6 @@ def claims_table(machines: Sequence[Machine], paper: Path) -> tuple[list[str], l
 
 
 def expected(verdict: Verdict, paper: Path) -> str:
-    """Word the expected ranges of the quantities of a claim."""
     found = claim_ranges([verdict], paper)
     return "".join(f"; {one.quantity} {one.low:.4g} to {one.high:.4g}" for one in found.itertuples())
 
@@ -163,7 +162,6 @@ def write_marked(machines: Sequence[Machine], path: Path) -> Path:
 
 
 def recorded(machines: Machines) -> str:
-    """Build a table of the verdicts on each machine."""
     pages = {name: f"results-{name}.md" for name in machines}
     lines = [[f"{name}, by {one.whose}" if one.whose else name, total(one.verdicts), f"[{pages[name]}]({pages[name]})"]
              for name, one in machines.items()]  # fmt: skip

@@ -195,7 +195,7 @@ async def run(client: Client, jobs: Iterator[Job], span: Span, load: int | Seque
 
     def begin(at: float) -> asyncio.Task[None]:
         found.answers.append(Answer(at, next(jobs)))
-        tasks.append(asyncio.create_task(client.send(found.answers[-1])))
+        tasks.append(group.create_task(client.send(found.answers[-1])))
         return tasks[-1]
 
     async def place() -> None:
@@ -213,21 +213,14 @@ async def run(client: Client, jobs: Iterator[Job], span: Span, load: int | Seque
             begin(at)
 
     sources = [place() for _ in range(load)] if isinstance(load, int) else [arrive(load)]
-    others = [asyncio.create_task(one) for one in (_watch(client, found), *sources)]
-    await asyncio.sleep(end - client.now())
-    if counted := [task for task in tasks if not task.done()]:
-        await asyncio.wait(counted, timeout=max(0.0, span.deadline - client.now()))
-    await _cancel([*others, *tasks])
+    async with asyncio.TaskGroup() as group:
+        others = [group.create_task(one) for one in (_watch(client, found), *sources)]
+        await asyncio.sleep(end - client.now())
+        if counted := [task for task in tasks if not task.done()]:
+            await asyncio.wait(counted, timeout=max(0.0, span.deadline - client.now()))
+        for task in (*others, *tasks):
+            task.cancel()
     return found
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel what is not done; an error of a task is raised, it would be one of this module."""
-    for task in tasks:
-        task.cancel()
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
-            raise result
 
 
 async def _watch(client: Client, run: Run) -> None:
