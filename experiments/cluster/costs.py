@@ -8,10 +8,9 @@ load is not slowed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -40,8 +39,7 @@ FROM_DISK, FROM_MEMORY = "time_to_first_token_from_disk", "time_to_first_token_f
 Cost = TypeVar("Cost", StepCost, LoadCost)
 
 
-@dataclass(frozen=True)
-class Fitted(Generic[Cost]):
+class Fitted(NamedTuple, Generic[Cost]):
     """A cost model, and its residuals by kind of row."""
 
     cost: Cost

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import ray
@@ -46,8 +47,7 @@ class Served:
     disturbed: bool | None
 
 
-@dataclass(frozen=True)
-class Tenants:
+class Tenants(NamedTuple):
     """Adapters of ids from 1 on in folders, and ``build`` for an engine that serves them."""
 
     build: Callable[[], Engine]
@@ -65,8 +65,7 @@ class Tenants:
         ]
 
 
-@dataclass(frozen=True)
-class Session:
+class Session(NamedTuple):
     """Runners, their adapters, and the cost model of their steps, in our seconds."""
 
     cluster: RayCluster

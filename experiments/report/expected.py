@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -134,8 +135,7 @@ def claim_ranges(verdicts: Sequence[Verdict], paper: Path) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=COLUMNS["claims"])
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Lines of ranges: ``compared`` (with ``here``, ``is_outside``), ``absent`` here; ``unknown``: without a range."""
 
     compared: pd.DataFrame
