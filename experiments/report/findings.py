@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,7 +20,8 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 Where = Mapping[str, str]
 
 
-class Sought(NamedTuple):
+@dataclass(frozen=True)
+class Sought:
     """A number to look for in ``figure``: ``above`` over ``below`` (or alone), where both sides have ``where``."""
 
     what: str
@@ -30,7 +31,8 @@ class Sought(NamedTuple):
     where: Where
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True)
+class Found:
     """The middle of ``points`` (geometric mean of a ratio, else median), its ends, unit, and ``marks``."""
 
     what: str
