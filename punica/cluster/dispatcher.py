@@ -68,15 +68,11 @@ class _RunnerState:
 class Dispatcher:
     """Translator of policy decisions into runner commands, and of replies into results.
 
-    Args:
-        description: of the runners, which are of one kind.
-        rule: name of a scheduling rule with one prefill per step.
-        files_of: returns the stored files of an adapter; ``None``: runners read its folder.
+    ``description``: of the runners. ``rule``: a scheduling rule with one prefill per step. ``files_of``: returns the
+    stored files of an adapter; ``None``: runners read its folder.
 
-    Attributes:
-        startable: runners with something to do and no step in flight.
-        num_evicted: requests evicted from runners, so far.
-        recomputed: requests that joined a runner with tokens of another one; its reader clears it.
+    ``startable``: runners with something to do and no step in flight. ``num_evicted``: requests evicted so far.
+    ``recomputed``: requests that joined a runner with tokens of another one; its reader clears it.
     """
 
     def __init__(

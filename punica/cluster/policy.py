@@ -14,6 +14,7 @@ Its owner reports events (``submit``, ``end_step``, ``finish``, ``cancel``, ``re
 
 import bisect
 import heapq
+import itertools
 from dataclasses import dataclass
 
 from punica.checks import check_count, clip
@@ -69,8 +70,7 @@ class ClusterPolicy:
         light_load: int | None = None,
     ) -> None:  # fmt: skip
         self.rule = SCHEDULING_RULES.get(rule)()
-        is_ordered = "candidates" in vars(type(self.rule))  # a subclass may choose otherwise
-        self._ordered = self.rule if is_ordered else None
+        self._is_ordered = "candidates" in vars(type(self.rule))  # a subclass may choose otherwise
         self.max_batch_size = check_count("max_batch_size", max_batch_size)
         self.page_size = check_count("page_size", page_size)
         half = max(1, max_batch_size // 2)
@@ -81,9 +81,9 @@ class ClusterPolicy:
         self._queue: list[tuple[int, ClusterRequest]] = []  # a heap by arrival
         self._blocked: ClusterRequest | None = None  # queue head without room
         self._freed: dict[str, Gpu] = {}  # gained room since
-        self._open = OpenGpus(None if self._ordered is None else self._ordered.order)  # GPUs whose batch has room
+        self._open = OpenGpus(self.rule.order if self._is_ordered else None)  # GPUs whose batch has room
         self._most_tokens = 0  # capacity of the largest GPU
-        self._submitted = 0
+        self._arrivals = itertools.count()
 
     @property
     def queued(self) -> tuple[str, ...]:
@@ -130,8 +130,7 @@ class ClusterPolicy:
                 f"request {clip(request_id)} needs {final_tokens} tokens of KV cache, the largest GPU holds "
                 f"{self._most_tokens}; shorten its output, or add a GPU with more pages"
             )
-        request = ClusterRequest(request_id, self._submitted, num_tokens, final_tokens, adapter_id, rank)
-        self._submitted += 1
+        request = ClusterRequest(request_id, next(self._arrivals), num_tokens, final_tokens, adapter_id, rank)
         self.requests[request_id] = request
         heapq.heappush(self._queue, (request.arrival, request))
 
@@ -163,9 +162,9 @@ class ClusterPolicy:
         """Return GPUs with room for ``head``, the rule's choice at least."""
         if head is self._blocked:
             return [gpu for gpu in self._freed.values() if gpu.has_room(head)]
-        if self._ordered is None:
+        if not self._is_ordered:
             return [gpu for gpu in self._open if gpu.has_room(head)]
-        first = next((gpu for gpu in self._ordered.candidates(self._open) if gpu.has_room(head)), None)
+        first = next((gpu for gpu in self.rule.candidates(self._open) if gpu.has_room(head)), None)
         return [] if first is None else [first]
 
     def begin_step(self, uuid: str, most_joins: int | None = None) -> ClusterStep:

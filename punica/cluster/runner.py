@@ -90,14 +90,11 @@ class StepCommand:
 class StepReply:
     """Result of a step.
 
-    Attributes:
-        tokens: one for each request that was served; ``logprobs`` of those that ask for them.
-        waiting: requests that have joined no step yet, as their adapter is still being read, or as the step was
-            launched ahead of their order.
-        finished: requests that ended with this step. ``failed``: errors of those that ended with one.
-        versions: of the adapters' folders with which requests have begun in this step.
-        used_blocks: KV blocks of the tokens computed so far.
-        seconds: time in the runner.
+    ``tokens``: one for each request that was served; ``logprobs`` of those that ask for them. ``waiting``: requests
+    that have joined no step yet, as their adapter is still being read, or as the step was launched ahead of their
+    order. ``finished``: requests that ended with this step; ``failed``: errors of those that ended with one.
+    ``versions``: of the adapters' folders with which requests have begun in this step. ``used_blocks``: KV blocks of
+    the tokens computed so far. ``seconds``: time in the runner.
     """
 
     tokens: dict[str, int]

@@ -141,13 +141,10 @@ class KernelAttention:
 
     Prompt starts, lengths and block tables are refilled in place, so that a step can be captured in a CUDA graph.
 
-    Args:
-        cache: keys and values, of a dtype and head size that the kernels support.
-        max_rows: most requests of a step, padding rows included.
-        max_blocks: most blocks of a request.
-        splits: KV splits per request; ``None`` chooses by the number of rows. A number makes a row's bits independent
-            of its batch.
-        cached_prompts: prompts may have cached tokens before their rows.
+    ``cache``: of a dtype and head size that the kernels support. ``max_rows``: most requests of a step, padding
+    included. ``max_blocks``: most blocks of a request. ``splits``: KV splits per request; ``None`` chooses by the
+    number of rows, a number makes a row's bits independent of its batch. ``cached_prompts``: prompts may have cached
+    tokens before their rows.
     """
 
     def __init__(

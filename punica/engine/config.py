@@ -15,13 +15,7 @@ from punica.engine.cuda_graph import decode_sizes, prompt_sizes, verify_sizes
 from punica.models import LlamaForCausalLM
 from punica.models.families import loading_advice
 from punica.ops.quant import E4M3
-from punica.parallel import (
-    all_ranks_agree,
-    check_free,
-    free_bytes,
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_gather,
-)
+from punica.parallel import all_ranks_agree, check_free, current_group, free_bytes, tensor_model_parallel_all_gather
 from punica.parallel.matmul import MOST_DEQUANTISED
 from punica.scheduling import ADAPTER_INDEX_RULES, AdmissionRule, BlockManager, PrefixCache
 
@@ -185,7 +179,7 @@ def check_parts(
             raise TypeError(
                 f"{name} must be of class {wanted.__name__}{suffix}, got {type(value).__name__} {clip(value)}"
             )
-    config, limit, ranks = engine_config or EngineConfig(), model.max_context, get_tensor_model_parallel_world_size()
+    config, limit, ranks = engine_config or EngineConfig(), model.max_context, current_group().world_size
     if config.max_model_len > limit:
         what = f"{limit} positions (max_position_embeddings, or what its RoPE scaling makes of them)"
         if limit == getattr(model.config, "sliding_window", None):

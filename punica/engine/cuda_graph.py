@@ -132,10 +132,8 @@ class _Captured(NamedTuple):
 class StepGraphs:
     """Graphs of steps, each captured when the first step needs it.
 
-    Args:
-        begin: stages a dummy step of a shape.
-        forward: runs the model on the staged rows of a shape, and returns a result in memory shared by all shapes.
-            Neither callable may hold the graphs: a reference cycle would delay their release.
+    ``begin`` stages a dummy step of a shape; ``forward`` runs the model on its rows, and returns a result in memory
+    shared by all shapes. Neither may hold the graphs: a reference cycle would delay their release.
 
     A result is valid until the next replay of any graph. On several ranks the graphs are released with the group.
     """

@@ -35,9 +35,8 @@ from punica.parallel import (
     all_ranks_agree,
     check_batch_invariant,
     check_in_step,
+    current_group,
     dense_layers,
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
     set_batch_invariant,
 )
 from punica.progress import shown
@@ -84,7 +83,7 @@ class Engine(Generation):
         admission: str = "fcfs", tokenizer: Any = None, defaults: GenerationDefaults | None = None,
         cache: KVCache | None = None, warm_up: bool | None = None,
     ) -> None:  # fmt: skip
-        alone = get_tensor_model_parallel_world_size() == 1
+        alone = current_group().world_size == 1
         super().__init__(one_thread=not alone)
         rule = ADMISSION_RULES.get(admission)()
         self.config = config = check_parts(model, lora_config, engine_config, warm_up)
@@ -172,8 +171,7 @@ class Engine(Generation):
         model, lora_config, engine_config, tokenizer, defaults = parts
         engine = cls(model, lora_config, engine_config, admission, tokenizer, defaults, warm_up=warm_up)
         if engine.manager is not None:
-            rank = get_tensor_model_parallel_rank()
-            for request in requests if rank else shown(requests, "loading adapters", "adapter"):
+            for request in requests if current_group().rank else shown(requests, "loading adapters", "adapter"):
                 engine.manager.add_adapter(request)
         return engine
 
@@ -306,7 +304,7 @@ class Engine(Generation):
         start = time.perf_counter()
         self.runner.warm_up_slots()
         on_gpu = self.runner.model.lm_head.weight.is_cuda
-        self.runner.warm_up(prompt_tokens, progress=on_gpu and get_tensor_model_parallel_rank() == 0)
+        self.runner.warm_up(prompt_tokens, progress=on_gpu and current_group().rank == 0)
         seconds = time.perf_counter() - start
         _log.info("warm-up of steps with up to %d prompt tokens: %.1f s", prompt_tokens, seconds)
         return seconds

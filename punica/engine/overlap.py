@@ -81,7 +81,7 @@ class Overlap:
             scheduled = time.perf_counter()
             in_flight = self._runner.launch(layout, before)
         except BaseException:
-            self._scheduler.take_back(plan.prefills, plan.pieces)
+            self._scheduler.take_back(plan.prefills)
             raise
         return BegunStep(plan, in_flight, uses, scheduled)
 
@@ -136,10 +136,10 @@ class Overlap:
         A prompt that earlier steps began keeps their rows.
         """
         if later is not None:
-            self._scheduler.take_back(later.plan.prefills, later.plan.pieces)
-        self._scheduler.take_back([*self._scheduler.leaving])
+            self._scheduler.take_back(later.plan.prefills)
+        self._scheduler.take_back(dict.fromkeys(self._scheduler.leaving, (0, 0)))
         if first is not None:
-            self._scheduler.take_back(first.plan.prefills, first.plan.pieces)
+            self._scheduler.take_back(first.plan.prefills)
 
     def register(self, layout: StepLayout, tokens: Sequence[int]) -> None:
         """Register the blocks that a step has filled in a prefix cache, before requests leave with it.
@@ -175,11 +175,11 @@ class Overlap:
 
         One that hit blocks of other weights is queued again.
         """
-        others = []
+        others = {}
         for request in plan.prefills:
             expected, request.prefix_key = request.prefix_key, self._scheduler.key_of(request, True)
             if request.hit and request.prefix_key != expected:
-                others.append(request)
+                others[request] = 0, 0
         self._scheduler.take_back(others)
         return plan.only(self._scheduler.running)
 

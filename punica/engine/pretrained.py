@@ -58,9 +58,7 @@ def load_pretrained(
     with all_ranks_agree():  # ranks need not see the same disk
         _check_folder(folder)
         asked = sizes if max_model_len is None else {**sizes, "max_model_len": max_model_len}
-        lora_config = fit_lora_config(adapters, EngineConfig(**asked).full_slots, lora)
-        if lora_config is not None and asked.get("batch_invariant"):
-            lora_config = replace(lora_config, batch_invariant=True)
+        lora_config = fit_lora_config(adapters, EngineConfig(**asked), lora)
         tokenizer = load_tokenizer(folder)
         device = weights["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         model = load_model(folder, _as_dtype(weights["dtype"]), device, fp8_weights=weights["fp8_weights"])
@@ -76,7 +74,7 @@ def load_pretrained(
     return model, lora_config, config, tokenizer, clamped(defaults, config.max_model_len)
 
 
-def fit_lora_config(adapters: Sequence[LoRARequest], full_slots: int, fields: dict[str, Any]) -> LoRAConfig | None:
+def fit_lora_config(adapters: Sequence[LoRARequest], sizes: EngineConfig, fields: dict[str, Any]) -> LoRAConfig | None:
     """Return a config for ``adapters``: the widest rank, one slot each up to ``full_slots``, host memory for all.
 
     ``fields`` that are not ``None`` take precedence; without these and adapters the result is ``None``.
@@ -91,9 +89,9 @@ def fit_lora_config(adapters: Sequence[LoRARequest], full_slots: int, fields: di
                 helper = config_of(request)
             ranks += [helper.r, *(helper.rank_pattern or {}).values()]
         given["max_lora_rank"] = max(ranks)
-    slots = given.setdefault("max_loras", min(len(adapters), full_slots) if adapters else full_slots)
+    slots = given.setdefault("max_loras", min(len(adapters) or sizes.full_slots, sizes.full_slots))
     given.setdefault("max_cpu_loras", max(len(adapters), check_count("max_loras", slots)))
-    return LoRAConfig(**given)
+    return sizes.lora_config(**given)
 
 
 def read_generation_defaults(

@@ -141,7 +141,7 @@ def lay_out(
     requests = (*plan.prefills, *sorted((*plan.decodes, *plan.idle), key=slot_of))
     sampled_slots = tuple(map(slot_of, requests))
     if index_rule == "last_admitted":
-        newest = (plan.prefills or plan.decodes)[-1]
+        newest = [*plan.decodes, *plan.prefills][-1]
         sampled_slots = (slot_of(newest),) * len(requests)
     block_size = blocks.block_size
     spans, token_ids, positions, kv_rows = list[Span](), list[int](), list[int](), list[int]()
@@ -152,7 +152,7 @@ def lay_out(
             end = max(end - 1, 1)  # the last token of an idle request is never computed
         length, drafts = 1, _NO_DRAFTS
         if request in plan.prefills:
-            first, end = plan.pieces.get(request, (0, end))
+            first, end = plan.prefills[request]
             length = end - first
             partial = request if end < request.num_tokens else partial
         elif plan.drafts:

@@ -128,14 +128,11 @@ class PrefixCache(BlockManager):
 
     def _next_block(self, table: list[int], needed: int) -> int:
         if 0 not in self._used:
-            self._evict()
+            evicted, _ = self._idle.popitem(last=False)
+            self._entries.pop(self._registered.pop(evicted).entry, None)
+            self._used[evicted] = 0
+            self._num_evicted += 1
+            self._counts["num_evicted_blocks"] += 1
         block = super()._next_block(table, needed)
         self._owners[block] = 1
         return block
-
-    def _evict(self) -> None:
-        block, _ = self._idle.popitem(last=False)
-        self._entries.pop(self._registered.pop(block).entry, None)
-        self._used[block] = 0
-        self._num_evicted += 1
-        self._counts["num_evicted_blocks"] += 1

@@ -8,7 +8,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from punica.scheduling.admission import AdmissionRule, IsResident
 from punica.scheduling.block_manager import BlockManager
@@ -21,18 +20,17 @@ from punica.scheduling.request import RequestState, RequestStatus
 class StepPlan:
     """Requests of one model invocation.
 
-    ``prefills`` compute all their tokens, or a piece of them (first, end): what is before it is cached, what is behind
-    it is left to later steps. ``decodes`` compute one token each. ``idle`` are finished requests of an inseparable
+    ``prefills`` compute their tokens ``[first, end)``: what is before these is cached, what is behind is left to later
+    steps. ``decodes`` compute one token each. ``idle`` are finished requests of an inseparable
     batch: each costs a decode row, whose output is discarded. ``preempted`` left the batch in this step,
     for want of blocks or of a slot pinned for another adapter. ``drafts``: perhaps the next tokens of some ``decodes``,
     which compute these too.
     """
 
-    prefills: tuple[RequestState, ...]
+    prefills: dict[RequestState, tuple[int, int]]
     decodes: tuple[RequestState, ...]
     idle: tuple[RequestState, ...]
     preempted: tuple[RequestState, ...]
-    pieces: Mapping[RequestState, tuple[int, int]] = field(default_factory=dict)
     drafts: Mapping[RequestState, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -42,10 +40,11 @@ class StepPlan:
     def only(self, members: Collection[RequestState]) -> "StepPlan":
         """Return the plan of those requests that are among ``members``; one that has finished since is idle."""
         here = set(members)
-        prefills, others = ([r for r in part if r in here] for part in (self.prefills, (*self.decodes, *self.idle)))
+        prefills = {request: piece for request, piece in self.prefills.items() if request in here}
+        others = [request for request in (*self.decodes, *self.idle) if request in here]
         decodes = tuple(request for request in others if request.status is RequestStatus.RUNNING)
         idle = tuple(request for request in others if request.status is not RequestStatus.RUNNING)
-        return replace(self, prefills=tuple(prefills), decodes=decodes, idle=idle)
+        return replace(self, prefills=prefills, decodes=decodes, idle=idle)
 
 
 @dataclass(eq=False)
@@ -110,27 +109,24 @@ class Scheduler:
                 self.preempt(preempted[-1])  # the newest; when it is `request` itself, the loop ends
         decoding = tuple(request for request in self.running if request.status is RequestStatus.RUNNING)
         idle = tuple(self._finished())
-        pieces: dict[RequestState, tuple[int, int]] = {}
-        prefills: list[RequestState] = []
+        prefills: dict[RequestState, tuple[int, int]] = {}
         num_rows, left = len(self.running), self.chunk
         if (partial := self.partial) is not None and left is not None:
             decoding = tuple(request for request in decoding if request is not partial)
-            rows = self._take_piece(
-                partial, partial.computed, self._end_of_piece(partial, partial.computed, left), pieces
-            )
-            prefills, num_rows, left = [partial], num_rows - 1 + rows, left - rows
+            end = self._end_of_piece(partial, partial.computed, left)
+            rows = self._take_piece(partial, partial.computed, end, prefills)
+            num_rows, left = num_rows - 1 + rows, left - rows
         try:
             if self.waiting:
-                self._admit(num_rows, pinned, prefills, pieces, left)
+                self._admit(num_rows, pinned, prefills, left)
             drafts = {}
             if self.most_drafts:
-                of_prompts = [pieces.get(request, (0, request.num_tokens)) for request in prefills]
-                num_rows = len(self.running) - len(prefills) + sum(end - first for first, end in of_prompts)
+                num_rows = len(self.running) - len(prefills) + sum(end - first for first, end in prefills.values())
                 drafts = self._drafts(decoding, self.max_tokens - num_rows)
         except BaseException:  # e.g. an interrupt while a hook reads or hashes an adapter, or drafts
-            self.take_back(prefills, pieces)
+            self.take_back(prefills)
             raise
-        return StepPlan(tuple(prefills), decoding, idle, tuple(preempted), pieces, drafts)
+        return StepPlan(prefills, decoding, idle, tuple(preempted), drafts)
 
     def most_drafts_of(self, request: RequestState) -> int:
         """Return how many drafts a request may have: none after which it has no token left to generate."""
@@ -138,12 +134,9 @@ class Scheduler:
             return 0
         return max(0, min(self.most_drafts, request.params.max_new_tokens - request.num_generated - 1))
 
-    def take_back(
-        self, requests: Sequence[RequestState], pieces: Mapping[RequestState, tuple[int, int]] = MappingProxyType({})
-    ) -> None:
+    def take_back(self, prefills: dict[RequestState, tuple[int, int]]) -> None:
         """Queue requests of a step again, in order. A prompt that former steps began stays, without this piece."""
-        for request in reversed(requests):
-            first, _ = pieces.get(request, (0, 0))
+        for request, (first, _) in reversed(prefills.items()):
             if request in self.running and first > request.hit:
                 request.computed, self.partial = first, request
             elif request in self.running or request in self.leaving:
@@ -252,13 +245,12 @@ class Scheduler:
         return preempted
 
     def _admit(
-        self, num_rows: int, pinned: Collection[int], prefills: list[RequestState],
-        pieces: dict[RequestState, tuple[int, int]], left: int | None,
-    ) -> None:  # fmt: skip
+        self, num_rows: int, pinned: Collection[int], prefills: dict[RequestState, tuple[int, int]], left: int | None
+    ) -> None:
         """Admit from the queue to a step of ``num_rows`` rows; ``left``: rows for prompts (None: no limit)."""
         while self.waiting and self.partial is None:  # none overtakes a prompt under way
             request = self.rule.candidate(self.waiting, self.is_resident)
-            if len(self.running) >= self.max_batch_size or not self.rule.allows(request, self.running, prefills):
+            if len(self.running) >= self.max_batch_size or not self.rule.allows(request, self.running, [*prefills]):
                 break
             if not self.has_slot(request, pinned):
                 break
@@ -278,9 +270,8 @@ class Scheduler:
             self.blocks.reserve(request.request_id, reserved)
             request.status = RequestStatus.RUNNING
             self.running.append(request)
-            prefills.append(request)
             request.hit = first
-            rows = self._take_piece(request, first, end, pieces)
+            rows = self._take_piece(request, first, end, prefills)
             num_rows, left = num_rows + rows, None if left is None else left - rows
 
     def _drafts(self, decoding: Sequence[RequestState], left: int) -> dict[RequestState, tuple[int, ...]]:
@@ -303,13 +294,11 @@ class Scheduler:
         return first + left - (first + left) % self.grain
 
     def _take_piece(
-        self, request: RequestState, first: int, end: int, pieces: dict[RequestState, tuple[int, int]]
+        self, request: RequestState, first: int, end: int, prefills: dict[RequestState, tuple[int, int]]
     ) -> int:
         """Have the step compute tokens ``[first, end)`` of a prompt; return how many they are."""
-        request.computed = end
-        if end - first < request.num_tokens:
-            pieces[request] = first, end
-            self.partial = request if end < request.num_tokens else None
+        request.computed, prefills[request] = end, (first, end)
+        self.partial = request if end < request.num_tokens else None
         return end - first
 
     def _may_start(self, candidate: RequestState, hit: Sequence[int], num_tokens: int) -> bool:

@@ -136,9 +136,7 @@ class Metrics:
 class Backend(ABC):
     """Engine of a server: orders to its `Stepper`, and the effects of messages.
 
-    Attributes:
-        facts: sizes and settings of the engine, or of several as of one.
-        refuses: new requests are answered with 503, as the server ends.
+    ``facts``: of the engine, or of several as of one. ``refuses``: new requests get 503, as the server ends.
     """
 
     facts: RunnerDescription

@@ -71,7 +71,13 @@ class Catalogue:
         self.keys.check_manager(key)
         folder = await asyncio.to_thread(allowed_folder, body.lora_path, self._roots)
         async with self._lock:
-            self._check_name(name, body.load_inplace)
+            if name == self.base:
+                raise ApiError(400, f"{clip(name)} is the name of the base model; choose another", "lora_name")
+            if name in self._adapters and not body.load_inplace:
+                text = f"adapter {clip(name)} has already been loaded; unload it or pass load_inplace=true"
+                raise ApiError(400, text, "lora_name")
+            if name not in self._adapters and len(self._adapters) >= MOST_ADAPTERS:
+                raise ApiError(400, f"{len(self._adapters)} adapters are loaded, the limit; unload some", "lora_name")
             if not backend.facts.has_lora:
                 raise ApiError(400, "this server has no adapter slots; start it with --adapter or --max-loras")
             try:
@@ -92,13 +98,3 @@ class Catalogue:
             if adapter is None:
                 raise ApiError(404, f"no adapter {clip(name)} is loaded", "lora_name", "model_not_found")
             await backend.retire(adapter.lora_int_id)
-
-    def _check_name(self, name: str, replace: bool) -> None:
-        if name == self.base:
-            raise ApiError(400, f"{clip(name)} is the name of the base model; choose another", "lora_name")
-        if name in self._adapters and not replace:
-            raise ApiError(
-                400, f"adapter {clip(name)} has already been loaded; unload it or pass load_inplace=true", "lora_name"
-            )
-        if name not in self._adapters and len(self._adapters) >= MOST_ADAPTERS:
-            raise ApiError(400, f"{len(self._adapters)} adapters are loaded, the limit; unload some", "lora_name")

@@ -159,6 +159,8 @@ def test_rules_and_runners_that_do_not_fit_are_refused(adapters) -> None:
     with pytest.raises(ValueError, match="must have the same sizes, seed and end tokens"):
         dispatcher.join("other", new_runner(max_batch_size=3).describe())
     assert dispatcher.policy.gpus == {}
+    dispatcher.join("smaller", replace(description, num_pages=7))
+    assert dispatcher.policy.gpus["smaller"].num_pages == 7
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Requirements and effects of `batch_invariant`; equal bits are shown on a GPU (`test_gpu_engine.py`)."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from punica.engine import Engine, EngineConfig, engine
+from punica.engine import Engine, EngineConfig, config, engine
 from punica.engine.config import check_parts
 from punica.parallel import dense_layers, set_batch_invariant
 from punica.parallel.linear import BatchInvariantLinearMethod, UnquantizedLinearMethod
@@ -47,9 +49,9 @@ def test_adapters_blocks_and_ranks_that_prevent_it(backbone, monkeypatch) -> Non
     with pytest.raises(ValueError, match="needs 8 KV blocks, got 7"):
         check_parts(model, None, few, None)
     for size in (1, 2):
-        monkeypatch.setattr("punica.engine.config.get_tensor_model_parallel_world_size", lambda size=size: size)
+        monkeypatch.setattr(config, "current_group", lambda size=size: SimpleNamespace(world_size=size))
         check_parts(model, None, CONFIG, None)
-    monkeypatch.setattr("punica.engine.config.get_tensor_model_parallel_world_size", lambda: 3)
+    monkeypatch.setattr(config, "current_group", lambda: SimpleNamespace(world_size=3))
     with pytest.raises(ValueError, match="at most 2 tensor-parallel ranks, got 3"):
         check_parts(model, None, CONFIG, None)
 

@@ -66,6 +66,15 @@ def test_a_loop_ends_only_when_it_has_seen_what_was_kept(backbone, way) -> None:
     assert outputs_of(engine) == []
 
 
+def test_kept_results_come_before_those_of_the_step(backbone) -> None:
+    engine = backbone.engine()
+    engine.add_request(Request("short", PROMPT, 2))
+    long = engine.add_request(Request("long", [1], 8))
+    call(engine, "generate", [[9]], 6)
+    assert long.num_generated == 7
+    assert ids(engine.step().finished) == ["short", "long"]
+
+
 def test_what_belongs_to_a_call_is_not_kept(backbone) -> None:
     engine = backbone.engine()
     first, second = engine.stream([[1], [2]], None, 4), engine.stream([[3]], None, 9)

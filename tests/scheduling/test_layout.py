@@ -32,7 +32,7 @@ def plan(blocks) -> StepPlan:
         running("c", [9], [11], 20, blocks),
         running("d", [12], [13, 14], 10, blocks),
     ]
-    return StepPlan((prefill,), tuple(decodes), (), ())
+    return StepPlan({prefill: (0, 5)}, tuple(decodes), (), ())
 
 
 def test_prompt_first_then_decode_rows_by_slot(plan, blocks) -> None:
@@ -79,7 +79,7 @@ def test_without_lora_no_row_has_a_slot(plan, blocks) -> None:
 def test_idle_row_repeats_its_last_cached_token(blocks, output) -> None:
     request = running("f", [1, 2, 3], output, 20, blocks)
     request.status = RequestStatus.FINISHED
-    layout = lay_out(StepPlan((), (running("a", [1, 2], [3], 20, blocks),), (request,), ()), blocks, SLOTS)
+    layout = lay_out(StepPlan({}, (running("a", [1, 2], [3], 20, blocks),), (request,), ()), blocks, SLOTS)
     assert [request.request_id for request in layout.requests] == ["a", "f"]
     cached = 3 + len(output) - 1
     assert layout.spans[1].kv_length == cached
@@ -90,5 +90,5 @@ def test_last_admitted_rule_gives_every_row_one_adapter(plan, blocks) -> None:
     layout = lay_out(plan, blocks, SLOTS, "last_admitted")
     assert layout.segments == ((1, 9),)
     assert set(layout.sampled_slots) == {1}
-    decode = lay_out(StepPlan((), plan.decodes, (), ()), blocks, SLOTS, "last_admitted")
+    decode = lay_out(StepPlan({}, plan.decodes, (), ()), blocks, SLOTS, "last_admitted")
     assert decode.segments == ((2, 4),)  # d was admitted last

@@ -277,7 +277,7 @@ def test_pins_take_the_slots_of_those_that_joined_last(slots, pinned, leaving) -
     plan = scheduler.schedule(pinned)
     assert names(plan.preempted) == leaving
     assert names(scheduler.waiting) == leaving[::-1]
-    assert plan.prefills == ()
+    assert plan.prefills == {}
     assert all(request.status is RequestStatus.WAITING for request in plan.preempted)
     check_invariants(scheduler)
 
@@ -331,5 +331,5 @@ def test_a_prompt_under_way_is_overtaken_by_none_whose_rest_fits_behind_it() -> 
     scheduler.add(long)
     scheduler.add(rest)
     for pieces, partial in (({long: (0, 8)}, long), ({long: (8, 16)}, long), ({long: (16, 24), rest: (16, 18)}, None)):
-        assert scheduler.schedule().pieces == pieces
+        assert scheduler.schedule().prefills == pieces
         assert scheduler.partial is partial

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from punica.engine import Engine
+from punica.engine import Engine, EngineConfig
 from punica.engine.pretrained import GenerationDefaults
 from punica.serve.backend import Backend
 from punica.serve.stepper import EngineStepper
@@ -74,9 +74,9 @@ def ending(code: int) -> Engine:
 
 def plain() -> Any:
     """What a process needs of an engine that serves nothing."""
-    config, runner = SimpleNamespace(max_batch_size=1, prefix_cache=False), SimpleNamespace(model=torch.nn.Linear(1, 1))
+    config, runner = EngineConfig(max_batch_size=1, max_model_len=8), SimpleNamespace(model=torch.nn.Linear(1, 1))
     return SimpleNamespace(
-        codec=None, config=config, manager=None, defaults=GenerationDefaults(), max_model_len=8, runner=runner
+        codec=None, config=config, manager=None, defaults=GenerationDefaults(), vocab_size=1, runner=runner
     )
 
 
