@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from punica.adapters import LoRARequest
+from punica.adapters import LoRARequest, write_random_adapter
 from punica.adapters.wrap import slots_need
 from punica.config import LoRAConfig
 from punica.engine import Engine, EngineConfig, Request, SamplingParams
@@ -171,15 +171,21 @@ def test_engine_and_model_must_fit(backbone) -> None:
 
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("adapters", [(0, 0, 0), (1, 0, 3)], ids=["no LoRA", "adapters"])
-def test_an_engine_under_a_default_device_runs_on_the_devices_that_are_named(backbone, adapters, device) -> None:
+def test_an_engine_under_a_default_device_runs_on_the_devices_that_are_named(
+    backbone, tmp_path, adapters, device
+) -> None:
     prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
     with torch.device(device):
         if any(adapters):
             engine = backbone.engine(block_size=2, num_blocks=40, max_loras=2)
+            engine.manager.add_dummy_lora(LoRARequest("warm-up", 7, "nowhere"), 8)
+            path = write_random_adapter(tmp_path, backbone.config, 8, 2)  # the numbers of adapter 2
+            (again,) = tokens_of(engine.generate(prompts[:1], LoRARequest("again", 9, str(path)), 5))
         else:
             engine = Engine(backbone.model(), None, EngineConfig(max_model_len=64))
         tokens = tokens_of(engine.generate(prompts, [backbone.adapters.get(one) for one in adapters], 5))
     assert tokens == [backbone.generate_merged(prompt, one, 5) for prompt, one in zip(prompts, adapters, strict=True)]
+    assert not any(adapters) or again == backbone.generate_merged(prompts[0], 2, 5)
     model = engine.runner.model
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import torch
 
 from punica.engine import Engine, EngineConfig
@@ -27,6 +28,9 @@ class Served:
     url: str
     backend: Backend
     failures: Path
+
+    def post(self, path: str, json: dict[str, Any]) -> Any:
+        return httpx2.post(f"{self.url}{path}", json=json, trust_env=False, timeout=60)
 
     def state(self) -> Any:
         """What requests take of the engine, wherever it is."""

@@ -15,7 +15,7 @@ from punica.adapters import LoRARequest
 from punica.engine import Engine, Request
 from punica.serve.app import Settings, make_app
 from punica.serve.backend import Call
-from tests.serve.world import EngineThread, state_of, wait_until
+from tests.serve.world import EngineThread, load, state_of, text, wait_until
 
 
 @pytest.fixture
@@ -31,16 +31,6 @@ def served_home(world: Any, home: Path) -> Any:
     engine, app = world.app(1, {"max_loras": 2}, roots=[home.resolve()])
     with TestClient(app) as client:
         yield engine, client, home
-
-
-def load(client: Any, name: str, path: Path, **fields: Any) -> Any:
-    return client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path), **fields})
-
-
-def text(client: Any, name: str, new: int = 8) -> str:
-    answer = client.post("/v1/completions", json={"model": name, "prompt": "hello", "max_tokens": new})
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["text"]
 
 
 def expected(alone: Any, folder: Path, new: int = 8) -> str:

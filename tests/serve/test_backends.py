@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from punica.serve.app import Settings, make_app
 from punica.serve.process import EngineProcess
 from tests.serve.engines import Served, builder
-from tests.serve.world import World, events, served, wait_until
+from tests.serve.world import World, events, load, served, text, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +43,7 @@ def server(started: Served) -> Iterator[Served]:
 
 
 def post(server: Served, path: str = "completions", **body: Any) -> Any:
-    return httpx2.post(f"{server.url}/v1/{path}", json=body, trust_env=False, timeout=60)
-
-
-def load(server: Served, folder: Path, **fields: Any) -> Any:
-    return post(server, "load_lora_adapter", **{"lora_name": "poet", "lora_path": str(folder), **fields})
-
-
-def text(server: Served, name: str, new: int = 8) -> str:
-    answer = post(server, model=name, prompt="hello", max_tokens=new)
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
+    return server.post(f"/v1/{path}", body)
 
 
 def told(answer: Any) -> Any:
@@ -120,10 +110,10 @@ def test_a_name_serves_what_was_loaded_until_it_is_loaded_again(server: Served, 
 
     shutil.copytree(home / "copy-2", folder)
     evict(server)
-    assert load(server, folder).status_code == 200
+    assert load(server, "poet", folder).status_code == 200
     change(99)  # before it is used
     assert re.search(rf"adapter 'poet' \(id \d+\) has changed .*: {config.name}; load it again, with", refusal())
-    assert load(server, folder, load_inplace=True).status_code == 200
+    assert load(server, "poet", folder, load_inplace=True).status_code == 200
     new = text(server, "poet")
     change(-99)
     assert text(server, "poet") == new
@@ -137,13 +127,13 @@ def test_a_name_serves_what_was_loaded_until_it_is_loaded_again(server: Served, 
 def test_numbers_that_are_not_finite_are_refused_by_the_load(server: Served, home: Path) -> None:
     folder, module = home / "nan", "model.layers.0.self_attn.q_proj"
     shutil.copytree(home / "copy-2", folder)
-    assert load(server, folder).status_code == 200
+    assert load(server, "poet", folder).status_code == 200
     good = text(server, "poet")
     tensors = load_file(file := folder / "adapter_model.safetensors")
     tensors[f"base_model.model.{module}.lora_B.weight"][1, 0] = float("nan")
     save_file(tensors, file, {"format": "pt"})
-    for fields in ({"load_inplace": True}, {"lora_name": "other"}):
-        answer = load(server, folder, **fields)
+    for name, in_place in (("poet", True), ("other", False)):
+        answer = load(server, name, folder, load_inplace=in_place)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
         assert f"module '{module}': B contains NaN or inf" in answer.json()["error"]["message"]
     assert text(server, "poet") == good

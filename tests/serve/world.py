@@ -132,6 +132,18 @@ def post(url: str, path: str = "completions", **body: Any) -> Any:
     return httpx2.post(f"{url}/v1/{path}", json=body, trust_env=False, timeout=300)
 
 
+def load(client: Any, name: str, path: Path | str, **fields: Any) -> Any:
+    """Answer to a request that loads an adapter; ``client``: of the test, or of a real server."""
+    return client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path), **fields})
+
+
+def text(client: Any, name: str, new: int = 8) -> str:
+    """Text of a completion by a model."""
+    answer = client.post("/v1/completions", json={"model": name, "prompt": "hello", "max_tokens": new})
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
 def get(url: str, path: str) -> Any:
     return httpx2.get(f"{url}{path}", trust_env=False, timeout=300)
 

@@ -1,7 +1,8 @@
-"""Prefix cache and chunks of a server: flags, the salt of a call, metrics."""
+"""Options of the engine at a server: prefix cache, chunks and speculation; flags, the salt of a call, metrics."""
 
 import re
 
+import pytest
 from starlette.testclient import TestClient
 
 from punica.serve.cli import parse
@@ -32,3 +33,20 @@ def test_flags_are_sizes_of_the_engine(world) -> None:
     sizes = parse([folder]).sizes
     assert sizes.keys().isdisjoint({"prefill_chunk", "admission"})
     assert sizes["prefix_cache"] is False
+
+
+def test_speculation_has_a_flag_and_metrics(world, capsys) -> None:
+    folder = str(world.checkpoint)
+    assert "speculate" not in parse([folder]).sizes
+    _, app = world.app(1, {"speculate": parse([folder, "--speculate", "4"]).sizes["speculate"]})
+    with TestClient(app) as client:
+        body = {"model": "tiny", "prompt": [5, 6, 7] * 5, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        client.post("/v1/completions", json=body).raise_for_status()
+        shown = client.get("/metrics").text
+    counted = dict(re.findall(r"^punica_(drafted|accepted)_tokens_total (\S+)$", shown, re.MULTILINE))
+    assert float(counted["drafted"]) >= 4
+    assert 0 <= float(counted["accepted"]) <= float(counted["drafted"])
+    for wrong in (["--speculate", "0"], ["--speculate", "4", "--ray", "2"]):
+        with pytest.raises(SystemExit):
+            parse([folder, *wrong])
+        assert "--speculate" in capsys.readouterr().err
