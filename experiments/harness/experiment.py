@@ -28,8 +28,6 @@ class Overlay:
     metric: str
     line: str
     panel: str | None = None
-    x: str = "batch_size"
-    x_label: str = "batch size"
     part: str = ""  # a system whose lines are dotted: a part of what the others time, without the paper's beside it
 
 

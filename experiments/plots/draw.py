@@ -21,8 +21,6 @@ from experiments.plots.serving import SHOWN
 
 SHORT = {"fig11_textgen": ("hero", "serving.draw_hero")}
 """Experiment -> name of a second figure, with fewer systems, and the function that draws it."""
-BY_CLOCK = ("7", "8", "9", "10", "README backbone-vs-sgmv", "text 6")
-"""Figures with panels for each clock that has rows."""
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # it reports every font table that a PDF keeps
 
 
@@ -31,7 +29,7 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
     if not (experiment.overlay or experiment.drawn_by):
         return []
     read = frame_of(read_rows(rows_file))
-    rows = frame_of_clocks(read) if experiment.figure in BY_CLOCK else measured_frame(counted(read))
+    rows = frame_of_clocks(read) if experiment.host_clock_too else measured_frame(counted(read))
     rows = pd.concat([rows, floors(rows, rows_file)], ignore_index=True)
     rows.attrs[NOTE] = clock_note(read)
     paper = paper_frame(paper_folder, experiment.figure)

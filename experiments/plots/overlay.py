@@ -19,7 +19,7 @@ from experiments.plots.frames import centre, distinct, disturbed_at, interval, m
 
 SAID = ("SGMV", "backbone X@W", "Distinct", "Identical", "len 128", "len 2048")
 """Lines whose growth is printed and whose floor is drawn."""
-AT_HOST = "host_clock"
+AT_HOST, X = "host_clock", "batch_size"
 WITHOUT_LAUNCHES = "in graphs: ours without\nlaunches, the paper with"
 GATHER = "Gather falls above 16 rows, where torch's index_select changes its kernel."
 ONE, REFERENCE = "Identical", "layer_latency"
@@ -54,7 +54,7 @@ def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
             else:
                 cut |= fill(column[place], timed, theirs, spec)
         column[0].set_title(named(name, mine, beside=not theirs.empty))
-        column[-1].set_xlabel(spec.x_label)
+        column[-1].set_xlabel("batch size")
     for line, clock in zip(axes[:: 2 if apart else 1], clocks, strict=True):
         label = y_label(rows[rows["metric"] == spec.metric], clock, f", {ONE}" * apart)
         line[0].set_ylabel(label if len(paper) else label.replace(WITHOUT_LAUNCHES, "in graphs"))
@@ -109,22 +109,22 @@ def fill(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spec: Overlay) ->
     """Draw every line of one panel with floors and growth; return the lines that the paper cut off."""
     floor, mine = mine[mine["metric"] == FLOOR], mine[mine["metric"] != FLOOR]
     part = mine["system"] == spec.part if spec.part else pd.Series(False, index=mine.index)
-    said, ends, cut = [], theirs[spec.x].max(), set()
+    said, ends, cut = [], theirs[X].max(), set()
     for name in dict.fromkeys(mine[spec.line]):
         ours, papers = mine[~part & (mine[spec.line] == name)], theirs[theirs[spec.line] == name]
-        xs, ys = series(papers.dropna(subset=[spec.x]), spec.x)
+        xs, ys = series(papers.dropna(subset=[X]), X)
         if xs:
             axis.plot(xs, ys, markevery=_marked(xs), **style.paper_style(name))
             cut |= {name} if xs[-1] < ends else set()
-        curve(axis, ours, spec.x, markevery=_marked(series(centre(ours), spec.x)[0]), **style.measured_style(name))
+        curve(axis, ours, X, markevery=_marked(series(centre(ours), X)[0]), **style.measured_style(name))
         if name in SAID:
-            said.append(f"{name} {_ratios(_growth(centre(ours), papers, spec.x))}")
+            said.append(f"{name} {_ratios(_growth(centre(ours), papers))}")
             if len(least := floor[floor[spec.line] == name]):
-                axis.plot(*series(least, spec.x), **style.FLOOR | {"color": style.look(name).colour})
+                axis.plot(*series(least, X), **style.FLOOR | {"color": style.look(name).colour})
     if part.any():
         alone = centre(mine[part & (mine["workload"] == "Distinct")])
-        axis.plot(*series(alone, spec.x), color=style.look("Distinct").colour, linestyle="-.", linewidth=0.9, zorder=2)
-    wide = (frame.pivot_table(index=spec.x, columns="system", values="value") for frame in (centre(mine), theirs))
+        axis.plot(*series(alone, X), color=style.look("Distinct").colour, linestyle="-.", linewidth=0.9, zorder=2)
+    wide = (frame.pivot_table(index=X, columns="system", values="value") for frame in (centre(mine), theirs))
     rivals = [(one["Gather-BMM"] / one["SGMV"]).min() for one in wide if {"SGMV", "Gather-BMM"} <= set(one)]
     style.log_x(axis)
     style.log_y(axis)
@@ -139,7 +139,7 @@ def differences(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spec: Over
         largest = []
         for frame, look in ((centre(mine), style.measured_style(name)), (theirs, style.paper_style(name))):
             frame = frame[frame["metric"] == spec.metric]
-            wide = frame.pivot_table(index=spec.x, columns=spec.line, values="value")
+            wide = frame.pivot_table(index=X, columns=spec.line, values="value")
             if name == ONE or not {name, ONE} <= set(wide):
                 continue
             percent = (100 * (wide[name] / wide[ONE] - 1)).dropna()
@@ -154,9 +154,9 @@ def differences(axis: Axes, mine: pd.DataFrame, theirs: pd.DataFrame, spec: Over
     style.corner(axis, "\n".join(said))
 
 
-def _growth(mine: pd.DataFrame, theirs: pd.DataFrame, x: str) -> list[float]:
+def _growth(mine: pd.DataFrame, theirs: pd.DataFrame) -> list[float]:
     """Last value over first of both, at the ends that both have; of ours alone where the paper has none."""
-    frames = [dict(zip(*series(frame.dropna(subset=[x]), x), strict=True)) for frame in (mine, theirs)]
+    frames = [dict(zip(*series(frame.dropna(subset=[X]), X), strict=True)) for frame in (mine, theirs)]
     ends = sorted(frames[0].keys() & frames[1].keys() or frames[0].keys())
     return [frame[ends[-1]] / frame[ends[0]] for frame in frames if ends and ends[-1] in frame]
 
