@@ -59,8 +59,5 @@ def test_verify_with_model_config_resolves_the_dtype(lora_dtype, model_config, e
     config = LoRAConfig(lora_dtype=lora_dtype)
     config.verify_with_model_config(model_config)
     assert config.lora_dtype is expected
-
-
-def test_auto_without_a_model_dtype_raises() -> None:
     with pytest.raises(ValueError, match="set lora_dtype"):
         LoRAConfig().verify_with_model_config(SimpleNamespace())

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 LINKING = [*sorted(ROOT.glob("*.md")), *PAGES, ROOT / "paper_results/README.md"]
-CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 REGISTRIES = (BACKENDS, WORKLOADS, ADMISSION_RULES, SCHEDULING_RULES, SYSTEMS)
@@ -44,14 +44,13 @@ NOT_PUBLIC = {
 
 def anchors(page: Path) -> set[str]:
     """Anchors of a page's headings, as GitHub and the site make them."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    heads = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    heads = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text("utf-8")), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
 def broken_links(page: Path) -> Iterator[str]:
     """Yield the links of a page that lead nowhere; those with a scheme are not followed."""
-    for link in LINK.findall(re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)):
+    for link in LINK.findall(FENCED.sub("", page.read_text("utf-8"))):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         if "://" in link or path.startswith("mailto:"):
@@ -182,7 +181,7 @@ def test_the_figure_that_a_page_adds_is_measured_and_drawn(tmp_path: Path) -> No
     (tmp_path / "experiments/ext_copy.py").write_text(script)
     (tmp_path / "conf/figure/ext_copy.yaml").write_text(settings)
     command = [sys.executable, "-m", "experiments.ext_copy", "scale=smoke", "hardware=cpu"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MPLBACKEND": "Agg"}
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (rows,) = tmp_path.glob("outputs/cpu/smoke/rows/ext_copy.csv")
@@ -216,10 +215,5 @@ def test_every_address_in_the_site_is_a_file_and_no_script_comes_from_elsewhere(
                 assert not path or (site / page).parent.joinpath(path).is_file(), (page, address)
         assert not re.search(r"<(script|link|img)[^>]*(src|href)=.?https?:", text), page
         assert "iframe-worker.js" in text
-
-
-@pytest.mark.slow
-def test_home_and_results_show_pictures(site: Path) -> None:
-    for page in DOCS.glob("results-*.md"):
-        assert (site / f"{page.stem}.html").read_text(encoding="utf-8").count("<img") > 5
-    assert 'src="figures/h200/hero.png"' in (site / "index.html").read_text(encoding="utf-8")
+        assert text.count("<img") > 5 or not page.startswith("results-")
+    assert 'src="figures/h200/hero.png"' in pages["index.html"]

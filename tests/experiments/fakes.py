@@ -17,12 +17,20 @@ from experiments.benches.operator_figure import OperatorConf
 from experiments.harness import PROTOCOL, CheckFailed, Config, Experiment, Point, Reading, sampled
 from experiments.harness.catalogue import experiments
 from experiments.harness.command import register
+from experiments.harness.passes import Outcome
+from experiments.harness.resume import run
 from experiments.harness.schema import CONF, REPOSITORY
+from experiments.harness.settings import settle
 from experiments.measure.disturbance import Disturbance
-from experiments.measure.records import read_rows
+from experiments.measure.records import Row, read_rows
 
 NAME = "fig08_lora_operator"
 GRID = ("workload=distinct", "figure.batch_sizes=[1,2]", "scale.passes=3", "scale.tries=2")
+PAPER = REPOSITORY / "paper_results"
+BASE = Row(
+    figure="8", panel="Skewed", system="SGMV", workload="Skewed", model="", hardware="h200", batch_size=1, seq_len=None,
+    rank=16, metric="latency", value=10.0, unit="us", statistic="median", timer="cuda_graph", scale="laptop",
+)  # fmt: skip
 QUIET = Disturbance(disturbed=False, other_cpu=0.001, calib_gemm_us=100.0, calib_copy_us=1000.0)
 """What a measurement on a machine of one's own finds."""
 
@@ -98,6 +106,22 @@ def composed(tmp_path, *overrides: str, name: str = NAME) -> DictConfig:
     for key in given.keys() - keys:
         OmegaConf.update(config, key, given[key])
     return config
+
+
+def settled(tmp_path, experiment: Experiment, *overrides: str) -> Config:
+    return settle(composed(tmp_path, *overrides, name=experiment.name), experiment)
+
+
+def points_of(tmp_path, experiment: Experiment, *overrides: str) -> list[Point]:
+    return experiment.points(settled(tmp_path, experiment, *overrides))
+
+
+def measured(tmp_path, experiment: Experiment, *overrides: str) -> tuple[Outcome, list[Row]]:
+    """Measure and draw an experiment without a failure; its outcome and its rows, to which a second run adds none."""
+    outcome = run(composed(tmp_path, *overrides, "draw=true", name=experiment.name), experiment)
+    assert (outcome.failed, len(outcome.figures)) == ([], 2)
+    assert run(composed(tmp_path, *overrides, name=experiment.name), experiment).measured == 0
+    return outcome, read_rows(outcome.rows_file)
 
 
 def interpreted(code: str, *words: str) -> list[str]:

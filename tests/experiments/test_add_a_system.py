@@ -1,14 +1,13 @@
 """A serving system is added by a class with its entry, and this test: everything else finds it by itself."""
 
 import pytest
-from fakes import composed
+from fakes import settled
 from hydra.core.config_store import ConfigStore
 from tiny import tiny_world
 
 from experiments.facts import systems
 from experiments.facts.systems import FIG11, LOAD, SYSTEMS, System
 from experiments.fig11_textgen import EXPERIMENT
-from experiments.harness.settings import settle
 from experiments.systems.check import check_tokens
 from experiments.systems.engine_systems import EngineSystem
 from experiments.systems.loaded import Loaded, check_system
@@ -64,6 +63,6 @@ def test_it_runs_the_steps_of_its_replay_wherever_a_window_begins(workload):
 
 
 def test_its_figures_run_it_and_the_best_baseline_counts_it(tmp_path):
-    cfg = settle(composed(tmp_path, "workload=skewed", name=FIG11), EXPERIMENT)
+    cfg = settled(tmp_path, EXPERIMENT, "workload=skewed")
     assert NAME in {point.system for point in EXPERIMENT.points(cfg)}
     assert NAME in systems.baselines()

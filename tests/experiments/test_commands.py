@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import composed
+from fakes import BASE, composed
 from omegaconf import OmegaConf
 
 from experiments.commands import report, reproduce
@@ -145,11 +145,8 @@ def test_a_figure_is_named_by_its_number_or_the_beginning_of_its_name(entry, nam
 
 
 def fake_rows(hardware: str, commit: str = "0123456789ab") -> list[Row]:
-    base = Row(
-        figure="8", panel="Skewed", system="SGMV", workload="Skewed", model="", hardware=hardware, batch_size=1,
-        seq_len=None, rank=16, metric="latency", value=100.0, unit="us", statistic="median", timer="host_clock",
-        scale="laptop", commit=commit, date="2026-01-01T00:00:00Z", device="some CPU",
-    )  # fmt: skip
+    about = {"device": "some CPU", "date": "2026-01-01"}
+    base = replace(BASE, hardware=hardware, timer="host_clock", commit=commit, **about)
     return [replace(base, batch_size=rows, statistic=kind) for rows in (1, 8, 64) for kind in ("median", "p10", "p90")]
 
 

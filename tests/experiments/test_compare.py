@@ -4,19 +4,14 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
+from fakes import BASE
 
 from experiments.claims.rows import Rows
 from experiments.commands.compare import compare, join, load, mean_text
 from experiments.harness.counted import counted, frame_of
 from experiments.harness.schema import REPOSITORY, ConfigError
-from experiments.measure.records import Row, RowsError, read_rows, write_rows
+from experiments.measure.records import RowsError, read_rows, write_rows
 from experiments.plots.frames import centre, measured_frame
-
-BASE = Row(
-    figure="8", panel="Skewed", system="SGMV", workload="Skewed", model="", hardware="h200", batch_size=1, seq_len=None,
-    rank=16, metric="latency", value=10.0, unit="us", statistic="median", timer="cuda_graph", scale="laptop",
-    commit="0123456789ab", device="NVIDIA H200",
-)  # fmt: skip
 
 
 def rows(factor=1.0, **changes):

@@ -1,9 +1,8 @@
 """Cost models of steps and adapter loads: fitted to rows that a known cost made, the paper's, and recorded ones."""
 
-from pathlib import Path
-
 import pandas as pd
 import pytest
+from fakes import PAPER
 
 from experiments.cluster.costs import (
     FROM_DISK,
@@ -22,13 +21,8 @@ from experiments.simulator import StepCost, residuals
 from experiments.workload import popularity
 from punica.cluster import StepWork
 
-ROOT = Path(__file__).parents[2]
-PAPER, RESULTS = ROOT / "paper_results", ROOT / "results"
 OF_LAYERS = {"metric": "layer_latency", "system": "punica"}
 TRUE = StepCost("true", base=0.004, row=2e-5, kv=1.5e-7, prefill=2e-5, rank=2e-6)
-
-
-# the paper's A100
 
 
 @pytest.mark.parametrize(("role", "num_layers"), [("7B", 32), ("13B", 40)])
@@ -48,9 +42,6 @@ def test_a_row_of_figure_10_is_a_step_of_32_layers():
     steps = timed(rows, "7B", decoding, 32, 1e-3, **OF_LAYERS)
     found = [step.seconds for step in steps if step.work == StepWork(9, 9 * 512, 0, 3 * 16)]
     assert found == pytest.approx([32e-6 * published.item() + 1e-3])
-
-
-# other GPUs
 
 
 def own_rows() -> dict[str, pd.DataFrame]:
@@ -89,9 +80,6 @@ def test_own_rows_give_back_the_steps_that_made_them():
         "decodes": 9, "prefills": 9, "layers": 18, "steps": 7,
     }  # fmt: skip
     assert max(found.largest for found in fitted.residuals.values()) < 1e-9
-
-
-# adapter loads
 
 
 def link(rank: int, milliseconds: float, **columns) -> dict:

@@ -3,20 +3,16 @@
 from dataclasses import replace
 
 import pytest
+from fakes import BASE
 
 from experiments.harness.counted import NOT_STEADY, clock_note, counted, frame_of, merged, unsteady
-from experiments.measure.records import Row
 
-BASE = Row(
-    figure="8", panel="Skewed", system="SGMV", workload="Skewed", model="", hardware="h200", batch_size=1, seq_len=None,
-    rank=16, metric="latency", value=10.0, unit="us", statistic="median", timer="cuda_graph", scale="laptop", repeat=0,
-)  # fmt: skip
 GRAPH, HOST = "cuda_graph", "host_clock"
 STEADY, UNSTEADY, UNKNOWN = [5.0] * 10 + [5.49], [5.0] * 8 + [5.51] * 2, [5.0] * 30 + [None]
 
 
 def of(**changes):
-    return replace(BASE, **changes)
+    return replace(BASE, **{"repeat": 0, **changes})
 
 
 def host(*launches, **changes):

@@ -2,34 +2,26 @@
 
 import pytest
 import torch
-from fakes import composed
+from fakes import composed, measured, settled
 
 from experiments import ext_fp8 as fp8
 from experiments.benches import fp8_operator, operators
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
-from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
 
 FP8 = fp8.EXPERIMENT
 PAPER = ("figure.h1=4096", "figure.h2=11008", "figure.dtype=float16")
 
 
-def settled(tmp_path, *overrides):
-    return settle(composed(tmp_path, *overrides, name=FP8.name), FP8)
-
-
-def test_every_system_is_measured_and_drawn_and_not_measured_again(tmp_path):
+def test_every_system_is_measured(tmp_path):
     words = ("figure.batch_sizes=[1,7]", "adapters.ranks=[8]", "workload.names=[Distinct]")
-    outcome = run(composed(tmp_path, *words, "draw=true", name=FP8.name), FP8)
-    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 2 * 4 + 2, 2)
-    rows = read_rows(outcome.rows_file)
+    outcome, rows = measured(tmp_path, FP8, *words)
+    assert outcome.measured == 2 * 4 + 2
     metrics = {"latency", "error", "bytes_read", "logit_error", "changed_greedy_tokens", "bytes"}
     assert {row.metric for row in rows} == metrics
     latencies = [row.value for row in rows if row.metric == "latency" and row.statistic == "median"]
-    assert len(latencies) == 8
-    assert min(latencies) > 0
-    assert run(composed(tmp_path, *words, name=FP8.name), FP8).measured == 0
+    assert (len(latencies), min(latencies) > 0) == (8, True)
 
 
 @pytest.mark.gpu
@@ -42,7 +34,7 @@ def test_fp8_is_measured_on_a_gpu(tmp_path):
 
 
 def test_bytes_by_arithmetic(tmp_path):
-    figure = settled(tmp_path, *PAPER).figure
+    figure = settled(tmp_path, FP8, *PAPER).figure
     assert fp8.bytes_read(figure, 64, 64, 16, "SGMV") == 64 * 16 * 15104 * 2 + 2 * 64 * 15104
     assert fp8.bytes_read(figure, 64, 64, 16, "FP8 e4m3") == 64 * (16 * 15104 + 4 * (16 + 11008)) + 2 * 64 * 15104
 
@@ -51,15 +43,14 @@ def test_bytes_by_arithmetic(tmp_path):
                                                     ("FP8 e5m2", 0.03, 0.12), ("FP8 w8a8", 0.02, 0.08)])  # fmt: skip
 @pytest.mark.parametrize("workload", ["Distinct", "Identical"])
 def test_every_system_computes_what_it_holds(tmp_path, workload, system, low, high):
-    batches = operators.problems(settled(tmp_path), workload, 8, 16)
+    batches = operators.problems(settled(tmp_path, FP8), workload, 8, 16)
     calls, error = fp8_operator.checked_calls(batches, system)
     assert len(calls) == len(batches)
     assert low <= error <= high
 
 
 def test_wrong_scales_fail_the_check(tmp_path, monkeypatch):
-    cfg = settled(tmp_path)
-    batches, real = operators.problems(cfg, "Distinct", 4, 16), fp8_operator.quantised
+    batches, real = operators.problems(settled(tmp_path, FP8), "Distinct", 4, 16), fp8_operator.quantised
     found = [real(batches[0], torch.float8_e4m3fn)]
     wrong = found[0]._replace(b_scale=found[0].b_scale * 1.01)
     answers = iter([wrong, found[0]])  # to the call; to the reference

@@ -6,24 +6,20 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
-from fakes import composed
+from fakes import measured, points_of, settled
 from tiny import TINY
 
-from experiments import ext_breakdown as breakdown
 from experiments.benches import step_parts
 from experiments.benches.engine_steps import ROOM, EngineSteps, StepShape, check_adapters_matter, launch_times
 from experiments.benches.step_parts import ATTENTION, BASE, EXPAND, HEAD, REST, SHRINK, SMALL, Kernel
+from experiments.ext_breakdown import EXPERIMENT as BREAKDOWN
+from experiments.ext_breakdown import bytes_moved
 from experiments.harness import CheckFailed, ConfigError
-from experiments.harness.catalogue import experiments
-from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, DType, model_conf
-from experiments.harness.settings import settle
 from experiments.measure import roofline
-from experiments.measure.records import read_rows
 from experiments.measure.timing import Protocol
 from punica.engine.runner import ModelRunner
 
-BREAKDOWN = next(iter(experiments(["ext_breakdown"])))
 PROTOCOL = Protocol("host_clock", "cpu", warmup=0, repeats=2, min_repeats=2, seconds=0.0, flush_mib=0)
 CUBLAS = "nvjet_hsh_64x8_64x16_4x1_v_bz_TNN"
 ATTEND = "_decode_attention_kernel"
@@ -32,9 +28,6 @@ ATTEND = "_decode_attention_kernel"
 @pytest.fixture(scope="module")
 def bench() -> EngineSteps:
     return EngineSteps.of_llama(TINY, 8, 4, 48, "cpu")
-
-
-# every instant once
 
 
 @pytest.mark.parametrize(
@@ -88,9 +81,6 @@ def test_every_instant_belongs_to_one_part():
     expected = {SMALL: 2.0 + 1.0, BASE: 3.0, SHRINK: 1.0, EXPAND: 1.0}
     assert step_parts.seconds_by_part(kernels[::-1]) == pytest.approx(expected)
     assert sum(expected.values()) == 10.0 - 2.0  # less the gap
-
-
-# steps of an engine
 
 
 def shape(decodes=3, context=17, prompt=0, adapters=None):
@@ -173,44 +163,35 @@ def test_a_gpu_is_timed_first_and_then_profiled(bench, monkeypatch, ahead):
     assert sum(parts.values()) == pytest.approx(sum(case.watched) / 2)
 
 
-# bytes
-
-
 def test_bytes_of_7b_at_batch_32_are_those_of_the_arithmetic():
     model, kind = model_conf("llama2-7b"), StepShape(32, 512, 0, (0,) * 32)
     weights = 2 * (32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 32000 * 4096 + 4096)
     cached = 32 * 512 * 2 * 32 * 4096 * 2
-    assert breakdown.bytes_moved(model, 16, kind) == weights + cached
+    assert bytes_moved(model, 16, kind) == weights + cached
     distinct = replace(kind, adapters=tuple(range(1, 33)))
-    assert breakdown.bytes_moved(model, 16, distinct) == weights + cached + 32 * 79_953_920
-    assert breakdown.bytes_moved(model, 16, StepShape(0, 512, 512, (1,))) == weights + 79_953_920
-
-
-# the whole
+    assert bytes_moved(model, 16, distinct) == weights + cached + 32 * 79_953_920
+    assert bytes_moved(model, 16, StepShape(0, 512, 512, (1,))) == weights + 79_953_920
 
 
 def test_the_grid_has_every_kind_of_step_without_adapters_and_with(tmp_path):
-    cfg = settle(composed(tmp_path, "scale=gpu", "hardware=h200", name=BREAKDOWN.name), BREAKDOWN)
-    points = BREAKDOWN.points(cfg)
+    points = points_of(tmp_path, BREAKDOWN, "scale=gpu", "hardware=h200")
     decodes = [("decode", 32, 512), ("decode", 32, 2048)]
     kinds = [*decodes, ("prefill", 1, 512), ("mixed", 32, 512)]
     assert [(p.panel, p.batch_size, p.seq_len) for p in points[::3]] == [*kinds, *decodes, *decodes]
     assert [p.system for p in points[::3]] == ["punica"] * 4 + ["batch invariant"] * 2 + ["fp8 cache"] * 2
     assert [p.workload for p in points] == ["", "Identical", "Distinct"] * 8
     assert [len(group) for group in BREAKDOWN.together(points)] == [3] * 8
-    cpu = settle(composed(tmp_path, name=BREAKDOWN.name), BREAKDOWN)
-    assert {point.system for point in BREAKDOWN.points(cpu)} == {"punica"}
+    assert {point.system for point in points_of(tmp_path, BREAKDOWN)} == {"punica"}
     with pytest.raises(ConfigError, match="it has punica"):
-        settle(composed(tmp_path, "system=batch_invariant", name=BREAKDOWN.name), BREAKDOWN)
+        settled(tmp_path, BREAKDOWN, "system=batch_invariant")
 
 
-def test_it_measures_draws_and_does_not_measure_again(tmp_path, monkeypatch):
+def test_parts_of_rows_add_up(tmp_path, monkeypatch):
     monkeypatch.setattr(roofline, "copy_bandwidth", lambda _: 1e10)
-    outcome = run(composed(tmp_path, "draw=true", name=BREAKDOWN.name), BREAKDOWN)
-    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 12, 2)
-    rows = [row for row in read_rows(outcome.rows_file) if row.statistic in ("median", "value")]
-    cells = pd.DataFrame([vars(row) for row in rows]).set_index(["panel", "seq_len", "workload", "metric"])["value"]
-    cells = cells.sort_index()
+    outcome, rows = measured(tmp_path, BREAKDOWN)
+    assert outcome.measured == 12
+    cells = pd.DataFrame([vars(row) for row in rows if row.statistic in ("median", "value")])
+    cells = cells.set_index(["panel", "seq_len", "workload", "metric"])["value"].sort_index()
     for _, cell in cells.groupby(["panel", "seq_len", "workload"]):
         found = cell.droplevel([0, 1, 2])
         assert found[found.index.str.startswith("time_")].sum() == pytest.approx(found["step_latency_watched"])
@@ -219,7 +200,6 @@ def test_it_measures_draws_and_does_not_measure_again(tmp_path, monkeypatch):
         assert not {"inflation", "host_launch"} & set(found.index)  # a CPU's step is watched as it is
     added = cells["decode", 16, "Distinct"]
     assert added["added_per_token"] == pytest.approx(1e3 * added["added_latency"] / 3)
-    assert run(composed(tmp_path, name=BREAKDOWN.name), BREAKDOWN).measured == 0
 
 
 @pytest.mark.gpu

@@ -4,9 +4,8 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pandas as pd
 import pytest
-from fakes import QUIET, composed
+from fakes import QUIET, composed, points_of
 from hydra.core.config_store import ConfigStore
 from tiny import values
 
@@ -15,10 +14,7 @@ from experiments.harness import ConfigError, Reading
 from experiments.harness.catalogue import experiments
 from experiments.harness.command import register_names
 from experiments.harness.resume import run
-from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
-from experiments.plots.frames import measured_frame, rows_of_repeats
-from experiments.plots.load import draw_load, draw_many
 from experiments.systems import loaded
 from experiments.systems.open_loop import SLOT, Trace, Traced
 from experiments.systems.serving import Step
@@ -27,12 +23,8 @@ from experiments.workload import WORKLOADS
 LOAD, MANY = (next(iter(experiments([name]))) for name in ("ext_latency_under_load", "ext_many_adapters"))
 
 
-def settled(tmp_path, experiment, *overrides):
-    return settle(composed(tmp_path, *overrides, name=experiment.name), experiment)
-
-
 def test_every_system_is_loaded_up_to_its_own_capacity_and_punica_at_the_baselines(tmp_path) -> None:
-    points = LOAD.points(settled(tmp_path, LOAD, "scale=laptop"))
+    points = points_of(tmp_path, LOAD, "scale=laptop")
     panels = {name: [point.panel for point in points if point.system == name] for name in ("punica", "static_batching")}
     loads = [f"load {percent} %" for percent in (30, 60, 80, 100, 120)]
     assert panels == {"punica": [CAPACITY, *loads, AT_BASELINE], "static_batching": [CAPACITY, *loads]}
@@ -45,7 +37,7 @@ def test_every_system_is_loaded_up_to_its_own_capacity_and_punica_at_the_baselin
 )
 def test_what_cannot_run_is_refused(tmp_path, experiment, override) -> None:
     with pytest.raises(ConfigError, match=f"{override} must"):
-        experiment.points(settled(tmp_path, experiment, override))
+        points_of(tmp_path, experiment, override)
 
 
 @pytest.fixture
@@ -65,7 +57,7 @@ READS_WORKLOAD = [experiment for experiment in experiments() if "workload" in ex
 def test_a_workload_is_measured_everywhere_by_being_registered(tmp_path, halves, experiment) -> None:
     (trace := tmp_path / "trace.jsonl").write_text("")
     given = [f"figure.trace={trace}"] if experiment.name == "ext_prefix_cache" else []
-    points = experiment.points(settled(tmp_path, experiment, halves, "hardware=cpu", *given))
+    points = points_of(tmp_path, experiment, halves, "hardware=cpu", *given)
     assert {point.workload for point in points} - {"", "none"} == {"Halves"}
     assert len({point.key() for point in points}) == len(points)
 
@@ -163,33 +155,3 @@ def test_rules_of_admission_get_the_same_arrivals(tmp_path, timed, order) -> Non
     for (panel, _, repeat), rate in by_point(outcome, "offered_rate").items():
         assert rate == 0.5 * capacities[panel, "punica", repeat]
     assert set(Counter((rate, seed) for rate, _, seed in timed.loads).values()) == {2}, "one rate and seed for both"
-
-
-@pytest.mark.slow
-def test_a_loaded_system_has_rows_and_a_figure(tmp_path) -> None:
-    cfg = composed(tmp_path, "system=punica", "engine.max_batch_size=4", "figure.loads=[80]", name=LOAD.name)
-    outcome = run(cfg, LOAD)
-    assert (outcome.measured, outcome.failed) == (5, [])
-    rows = read_rows(outcome.rows_file)
-    by_panel = {panel: {row.metric for row in rows if row.panel == panel} for panel in {row.panel for row in rows}}
-    assert by_panel[CAPACITY] == {"capacity", "throughput", "mean_batch_size", "steps", "finished"}
-    for panel in ("load 80 %", AT_BASELINE):
-        assert {"offered_rate", "time_to_first_token_max", "steps_to_first_token", "lost", "starved"} <= by_panel[panel]
-    assert [row.value for row in rows if row.metric in ("lost", "doubled", "starved")] == [0.0] * 6
-    assert all(
-        axis.lines for axis in draw_load(measured_frame(rows_of_repeats(outcome.rows_file)), pd.DataFrame()).axes
-    )
-
-
-@pytest.mark.slow
-def test_many_adapters_have_rows_and_a_figure(tmp_path) -> None:
-    outcome = run(composed(tmp_path, "workload=zipf", "system=punica_resident_first", name=MANY.name), MANY)
-    assert (outcome.measured, outcome.failed) == (6, [])
-    rows = read_rows(outcome.rows_file)
-    found = {(row.panel, row.metric): row.value for row in rows if row.statistic in ("value", "count")}
-    disk = "7 adapters, 4 in memory"
-    assert {row.panel for row in rows} == {"5 adapters", "4 adapters, 2 slots", disk}
-    assert found["5 adapters", "memory_hit_rate"] == 1
-    assert found[disk, "adapters"] == found[disk, "weight_sets"] == 7
-    figure = draw_many(measured_frame(rows_of_repeats(outcome.rows_file)), pd.DataFrame())
-    assert len(figure.axes[0].patches) == 6

@@ -1,17 +1,16 @@
 """Mixtures: every system is checked before it is timed, and a wrong one is not timed."""
 
 import pytest
-from fakes import composed
+from fakes import settled
 
 from experiments.benches import mixtures
 from experiments.ext_mixtures import EXPERIMENT as MIXTURES
 from experiments.harness.experiment import CheckFailed
-from experiments.harness.settings import settle
 
 
 @pytest.mark.parametrize("system", mixtures.SYSTEMS)
 def test_systems_are_checked(tmp_path, monkeypatch, system) -> None:
-    cfg = settle(composed(tmp_path, name="ext_mixtures"), MIXTURES)
+    cfg = settled(tmp_path, MIXTURES)
     workload = "Identical" if system == "PEFT layer" else "Distinct"
     assert [system] == [*mixtures.checked_calls(cfg, [system], workload, 3, 10, 8)]
     assert system in {point.system for point in MIXTURES.points(cfg) if point.workload == workload}

@@ -4,15 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes import composed
+from fakes import measured, points_of, settled
 
 from experiments.benches.expert_models import MoEBench, MoESizes, decode_seconds, engine_of
 from experiments.ext_moe import EXPERIMENT as MOE
 from experiments.ext_moe import panel_of
 from experiments.harness.experiment import CheckFailed
-from experiments.harness.resume import run
-from experiments.harness.settings import settle
-from experiments.measure.records import read_rows
 from experiments.measure.timing import Protocol
 
 ENGINES = {"engine", "backbone engine"}
@@ -22,10 +19,6 @@ PROTOCOL = Protocol("host_clock", "cpu", warmup=0, repeats=4, min_repeats=4, sec
 
 def bench(name: str = "qwen3-30b-a3b", slots: int = 3, fp8: str | None = None) -> MoEBench:
     return MoEBench(MoESizes(name, 4, 1, 32, 3, 16, "float32", fp8), slots, "cpu")
-
-
-def points(tmp_path, *words):
-    return MOE.points(settle(composed(tmp_path, *words, name="ext_moe"), MOE))
 
 
 def test_backbone_leaves_lora_out_and_gives_it_back():
@@ -99,11 +92,8 @@ def test_a_step_with_adapters_on_experts_is_a_graph(fp8):
     assert engine.engine.runner.graphs.statistics.graphs == 2
 
 
-# points
-
-
 def test_steps_of_the_engine_are_timed_by_the_hosts_clock_alone(tmp_path):
-    clocks = {clock: {point.system for point in points(tmp_path, "hardware=h200", f"timer={clock}")}
+    clocks = {clock: {point.system for point in points_of(tmp_path, MOE, "hardware=h200", f"timer={clock}")}
               for clock in ("host_clock", "cuda_graph")}  # fmt: skip
     assert clocks == {"host_clock": SYSTEMS | ENGINES, "cuda_graph": SYSTEMS}
 
@@ -112,10 +102,10 @@ def test_numbers_of_slots_are_panels_and_hold_the_adapters_of_the_batch(tmp_path
     words = ("figure.slots=[2,7]", "figure.batch_sizes=[3]", "workload.names=[Distinct]", "figure.layers=1",
              "figure.models=[mixtral-8x7b]", "figure.divisor=64", "system.names=[layer,engine]",
              "timer=host_clock")  # fmt: skip
-    few, many, engine = points(tmp_path, *words)
+    few, many, engine = points_of(tmp_path, MOE, *words)
     panels = [panel_of("mixtral-8x7b", None, slots) for slots in (2, 7, None)]
     assert [(one.panel, one.settings["slots"]) for one in (few, many, engine)] == [*zip(panels, (2, 7, 3), strict=True)]
-    cfg = settle(composed(tmp_path, *words, name="ext_moe"), MOE)
+    cfg = settled(tmp_path, MOE, *words)
     (readings,) = MOE.measure_together(cfg, [many])
     assert min(one.value for one in readings) > 0
     with pytest.raises(ValueError, match="slots is 2, Distinct has 3 adapters in a batch of 3"):
@@ -124,10 +114,9 @@ def test_numbers_of_slots_are_panels_and_hold_the_adapters_of_the_batch(tmp_path
 
 def test_every_system_is_measured_and_drawn(tmp_path):
     words = ("figure.batch_sizes=[1,3]", "workload.names=[Distinct,Identical]", "figure.layers=1")
-    outcome = run(composed(tmp_path, *words, "draw=true", name="ext_moe"), MOE)
-    assert (outcome.failed, outcome.measured) == ([], 2 * 2 * 2 * (len(SYSTEMS) + len(ENGINES)))
-    assert len(outcome.figures) == 2
-    rows = [row for row in read_rows(outcome.rows_file) if row.statistic == "median"]
+    outcome, rows = measured(tmp_path, MOE, *words)
+    assert outcome.measured == 2 * 2 * 2 * (len(SYSTEMS) + len(ENGINES))
+    rows = [row for row in rows if row.statistic == "median"]
     units = {(row.system, row.metric, row.unit) for row in rows}
     assert units == {
         ("alignment", "latency", "us"), ("w13 and w2", "latency", "us"), ("layer", "layer_latency", "us"),
@@ -135,4 +124,3 @@ def test_every_system_is_measured_and_drawn(tmp_path):
         *((name, *rest) for name in ENGINES for rest in (("engine_throughput", "token/s"), ("step_latency", "ms"))),
     }  # fmt: skip
     assert all(row.value > 0 for row in rows)
-    assert run(composed(tmp_path, *words, name="ext_moe"), MOE).measured == 0

@@ -1,17 +1,16 @@
 """The price of LoRA: bytes by arithmetic are those of an engine, and every adapter's step stands beside a bare one."""
 
 import pytest
-from fakes import composed
+from fakes import settled
 
 from experiments.benches.engine_steps import EngineSteps
 from experiments.ext_price_of_lora import BASES, EACH, EXPERIMENT, FP8_EACH, NONE, bytes_moved
-from experiments.harness.settings import settle
 from experiments.measure import roofline
 
 
 @pytest.mark.parametrize(("base", "system"), [("plain", EACH), ("FP8 weights", NONE), ("FP8 both", FP8_EACH)])
 def test_bytes_are_those_of_an_engine(tmp_path, base: str, system: str) -> None:
-    cfg = settle(composed(tmp_path, f"figure.bases=[{base}]", name=EXPERIMENT.name), EXPERIMENT)
+    cfg = settled(tmp_path, EXPERIMENT, f"figure.bases=[{base}]")
     point = next(one for one in EXPERIMENT.points(cfg) if (one.system, one.batch_size) == (system, 3))
     weights, cache = BASES[base]
     bench = EngineSteps.of_llama(cfg.model, 16, 3, 16, "cpu", weights, system == FP8_EACH, fp8_kv_cache=cache)
@@ -23,7 +22,7 @@ def test_bytes_are_those_of_an_engine(tmp_path, base: str, system: str) -> None:
 
 def test_readings_of_every_system(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(roofline, "copy_bandwidth", lambda device: 1e9)
-    cfg = settle(composed(tmp_path, "figure.bases=[FP8 both]", name=EXPERIMENT.name), EXPERIMENT)
+    cfg = settled(tmp_path, EXPERIMENT, "figure.bases=[FP8 both]")
     for points in EXPERIMENT.together(EXPERIMENT.points(cfg)):
         for point, readings in zip(points, EXPERIMENT.measure_together(cfg, points), strict=True):
             values = {one.metric: one.value for one in readings if one.statistic in ("median", "value")}

@@ -17,13 +17,13 @@ import pandas as pd
 import psutil
 import pytest
 from fake_server import fake_server
-from fakes import composed
+from fakes import composed, points_of
+from tiny import TINY
 
-from experiments.harness.catalogue import experiments
+from experiments.ext_servers import EXPERIMENT as SERVERS
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
-from experiments.harness.schema import REPOSITORY, ConfigError, DType, ModelConf
-from experiments.harness.settings import settle
+from experiments.harness.schema import REPOSITORY, ConfigError, DType
 from experiments.measure.records import read_rows
 from experiments.plots.frames import measured_frame, rows_of_repeats
 from experiments.plots.serving import draw_servers
@@ -39,11 +39,6 @@ from experiments.servers.systems import SYSTEMS, System, versions
 from experiments.servers.worker import Measurement, Punica
 from experiments.workload.arrivals import Span
 
-SERVERS = next(iter(experiments(["ext_servers"])))
-TINY = ModelConf(
-    name="llama-tiny", paper_name="7B", hidden_size=64, intermediate_size=172, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, vocab_size=256, dtype=DType.float32,
-)  # fmt: skip
 OF_A_FAKE = """
 import json, os, time
 from types import SimpleNamespace
@@ -104,10 +99,6 @@ serve(Fake)
 """
 
 
-def settled(tmp_path, *overrides):
-    return settle(composed(tmp_path, *overrides, name=SERVERS.name), SERVERS)
-
-
 def stub(folder: Path, module: str = FAKE_VLLM) -> Path:
     """Return an interpreter below `folder` that has a fake vLLM."""
     site = folder / "site"
@@ -139,9 +130,6 @@ def ours_is_a_fake(tmp_path, monkeypatch):
 
     monkeypatch.setattr(System, "command", of_fakes)
     monkeypatch.setattr(bench_module, "written", empty)
-
-
-# measurements, on a clock that the engine moves
 
 
 class Scripted:
@@ -186,9 +174,6 @@ def test_fewer_tokens_than_asked_for_are_an_error():
     engine = SimpleNamespace(generate=lambda prompts, adapters, counts: [[0] * (count - 1) for count in counts])
     with pytest.raises(RuntimeError, match=r"asked for \[2\] new tokens, got \[1\]"):
         Measurement(engine, {}).tokens([[1]], [0], 2)
-
-
-# the work
 
 
 def test_adapters_take_turns_and_lengths_have_their_means():
@@ -246,9 +231,6 @@ def test_every_adapter_folder_has_weights_of_its_own_and_our_engine_tells_them_a
     assert found["tokens"] == 1 >= found["answers"] >= 1 / 3
     with pytest.raises(RuntimeError, match="absent"):
         engine.generate([[1]], [4], [1])
-
-
-# engines in processes
 
 
 def test_our_products_in_vllm_need_both_in_one_environment(tmp_path, monkeypatch):
@@ -336,28 +318,6 @@ def test_tokens_that_depend_on_the_company_or_on_no_adapter_are_refused(bench):
     bench.shares("punica_many", {**found, "together": [*alone[:5], [4, 4]]}, "punica_many")
     with pytest.raises(CheckFailed, match="adapters change the first token of 0 of 4 requests"):
         bench.shares("punica_many", {**found, "plain": alone}, "punica_many")
-
-
-@pytest.mark.slow
-def test_our_server_is_measured_beside_its_engine(tmp_path):
-    pytest.importorskip("fastapi", reason="needs the extra serve: pip install 'punica-lora[serve]'")
-    given = ["system=punica_server", "workload=zipf", "figure.parts=[stream,load]"]
-    outcome = run(composed(tmp_path, *given, name=SERVERS.name), SERVERS)
-    assert (outcome.measured, outcome.failed) == (5, [])
-    rows = [row for row in read_rows(outcome.rows_file) if row.statistic in ("median", "value", "count")]
-    assert {(row.panel, row.batch_size, row.rank) for row in rows} == {
-        (panel, 3, 16) for panel in ("tokens", "stream", "4 in flight", "8 requests/s")
-    }
-    found = {(row.panel, row.metric): row.value for row in rows}
-    assert found["tokens", "first_token_reference"] == 1
-    for panel in ("4 in flight", "8 requests/s"):
-        assert found[panel, "errors"] == found[panel, "ended_early"] == 0
-        assert found[panel, "output_tokens"] > found[panel, "requests"]
-        assert found[panel, "time_to_first_token"] > 0
-    assert found["8 requests/s", "offered_rate"] == 8
-
-
-# servers that misbehave
 
 
 def counts(rows) -> dict[str, float]:
@@ -494,11 +454,8 @@ def test_batches_over_http_have_the_tokens_of_their_words(monkeypatch):
     assert server.generate([[5], [6]], [0, 1], [2, 3]) == [[5, 4], [6, 1, -1]]
 
 
-# what is refused
-
-
 def test_without_its_interpreter_ours_is_measured_alone_and_vllm_alone_is_refused(tmp_path, capsys):
-    points = SERVERS.points(settled(tmp_path))
+    points = points_of(tmp_path, SERVERS)
     assert {point.system for point in points} == {"punica_many", "punica_server"}
     assert re.search(r"so vllm cannot run: .*pip install vllm", capsys.readouterr().err)
     for given, words in (
@@ -507,14 +464,14 @@ def test_without_its_interpreter_ours_is_measured_alone_and_vllm_alone_is_refuse
         (f"figure.vllm_python={sys.executable}", r"has no vLLM.*PackageNotFound"),
     ):
         with pytest.raises(ConfigError, match=words):
-            SERVERS.points(settled(tmp_path, given))
-    assert SERVERS.points(settled(tmp_path, "scale=laptop")) == []
+            points_of(tmp_path, SERVERS, given)
+    assert points_of(tmp_path, SERVERS, "scale=laptop") == []
     assert "on a CPU only figure.url=" in capsys.readouterr().err
 
 
 def test_a_process_measures_all_of_a_system_and_engines_have_no_loads(tmp_path):
     given = ["scale=gpu", "hardware=h200", f"figure.vllm_python={stub(tmp_path / 'stub')}", "workload=identical"]
-    points = SERVERS.points(settled(tmp_path, *given))
+    points = points_of(tmp_path, SERVERS, *given)
     groups = [[point.panel for point in group] for group in SERVERS.together(points)]
     engine = ["tokens", "company", *["decode"] * 2, *["prompt"] * 2, *["stream"] * 2]
     assert groups == [engine, ["tokens", *["stream"] * 2, "64 in flight", "16 requests/s"], engine]
@@ -537,7 +494,7 @@ def test_a_process_measures_all_of_a_system_and_engines_have_no_loads(tmp_path):
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused(tmp_path, override, words):
     with pytest.raises(ConfigError, match=words):
-        SERVERS.points(settled(tmp_path, override))
+        points_of(tmp_path, SERVERS, override)
 
 
 @pytest.mark.parametrize(
@@ -568,7 +525,7 @@ def test_popularities_of_more_adapters_than_the_server_has_are_refused(tmp_path)
     with fake_server("right", "slow") as fake:
         for workload in ("distinct", "uniform"):
             with pytest.raises(ConfigError, match=rf"(?i){workload} need . adapters, {fake.url} has 2"):
-                SERVERS.points(settled(tmp_path, f"figure.url={fake.url}", f"workload={workload}"))
+                points_of(tmp_path, SERVERS, f"figure.url={fake.url}", f"workload={workload}")
         assert fake.bodies == []
 
 

@@ -1,15 +1,14 @@
 """The price of drafts: every step verifies what it is given, and its break-even is relative to a plain one."""
 
 import pytest
-from fakes import composed
+from fakes import settled
 
 from experiments.ext_speculation import ADAPTERS, EXPERIMENT, SYSTEMS
 from experiments.harness.experiment import CheckFailed
-from experiments.harness.settings import settle
 
 
 def test_readings_of_a_cell(tmp_path, monkeypatch) -> None:
-    cfg = settle(composed(tmp_path, "figure.drafts=[0,7]", "figure.batch_sizes=[2]", name=EXPERIMENT.name), EXPERIMENT)
+    cfg = settled(tmp_path, EXPERIMENT, "figure.drafts=[0,7]", "figure.batch_sizes=[2]")
     cells = list(EXPERIMENT.together(EXPERIMENT.points(cfg)))
     assert [(points[0].panel, [SYSTEMS[one.system] for one in points]) for points in cells] == [
         (panel, [0, 7]) for panel in ADAPTERS

@@ -1,25 +1,15 @@
-"""Figure 11 as an experiment: its grid, its rows, its bad inputs, its command line."""
-
-import json
-import subprocess
-import sys
+"""Figure 11 as an experiment: its grid, its rows, its bad inputs."""
 
 import pytest
-from fakes import composed
+from fakes import composed, points_of, settled
 
 from experiments.fig11_textgen import EXPERIMENT, Fig11
 from experiments.harness.resume import run
-from experiments.harness.schema import REPOSITORY, ConfigError
-from experiments.harness.settings import settle
+from experiments.harness.schema import ConfigError
 from experiments.measure.records import read_rows
-from experiments.systems.hf_systems import HfSystem
 
 NAME = "fig11_textgen"
 CELL = ("workload=skewed", "engine.max_batch_size=4", "scale.passes=2", "scale.tries=2")
-
-
-def points(tmp_path, *overrides):
-    return EXPERIMENT.points(settle(composed(tmp_path, *overrides, name=NAME), EXPERIMENT))
 
 
 def rows_of(tmp_path):
@@ -27,10 +17,10 @@ def rows_of(tmp_path):
 
 
 def test_every_workload_has_all_systems(tmp_path):
-    cell = points(tmp_path, "workload=skewed")
-    assert [point.system for point in cell] == settle(composed(tmp_path, name=NAME), EXPERIMENT).figure.systems
+    cell = points_of(tmp_path, EXPERIMENT, "workload=skewed")
+    assert [point.system for point in cell] == settled(tmp_path, EXPERIMENT).figure.systems
     assert {point.system for point in cell if point.rank is None} == {"continuous_batching", "static_batching"}
-    assert len(points(tmp_path)) == 4 * len(cell)
+    assert len(points_of(tmp_path, EXPERIMENT)) == 4 * len(cell)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +35,7 @@ def test_every_workload_has_all_systems(tmp_path):
 )
 def test_sizes_that_cannot_run_are_refused_before_anything_runs(tmp_path, override, message):
     with pytest.raises(ConfigError, match=message):
-        points(tmp_path, *([override] if isinstance(override, str) else override))
+        points_of(tmp_path, EXPERIMENT, *([override] if isinstance(override, str) else override))
 
 
 def test_one_cell_is_measured_in_repeats_and_not_twice(tmp_path):
@@ -63,16 +53,6 @@ def test_one_cell_is_measured_in_repeats_and_not_twice(tmp_path):
     assert rows_of(tmp_path) == rows
 
 
-def test_a_system_that_fails_its_check_has_no_row(tmp_path, monkeypatch):
-    right = HfSystem.forced
-    monkeypatch.setattr(HfSystem, "forced", lambda *given: [2 * rows for rows in right(*given)])
-    names = "system.names=[hf_peft,continuous_batching]"
-    outcome = run(composed(tmp_path, "workload=skewed", "engine.max_batch_size=4", names, name=NAME), Fig11())
-    assert (outcome.measured, len(outcome.failed)) == (1, 1)
-    assert "hf_peft gives logits that differ" in outcome.failed[0]
-    assert {row.system for row in rows_of(tmp_path)} == {"continuous_batching"}
-
-
 @pytest.mark.slow
 def test_a_whole_stream_is_an_option_with_rows_of_its_own(tmp_path, capsys):
     options = ("workload=distinct", "system=punica", "figure.whole_stream=true", "engine.max_batch_size=4")
@@ -82,17 +62,3 @@ def test_a_whole_stream_is_an_option_with_rows_of_its_own(tmp_path, capsys):
     assert f"{100 * (value['prediction_over_stream'] - 1):+.1f} %" in capsys.readouterr().out
     run(composed(tmp_path, *options, "scale.requests=9", name=NAME), Fig11())  # beside it, not in its place
     assert {row.panel for row in rows_of(tmp_path)} == {f"7B Model, whole stream, {n} requests" for n in (8, 9)}
-
-
-def command(tmp_path, *overrides):
-    line = [sys.executable, "-m", f"experiments.{NAME}", f"paths.outputs={tmp_path}", "hardware=cpu", *overrides]
-    return subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
-
-
-@pytest.mark.slow
-def test_the_whole_figure_at_smoke_scale(tmp_path):
-    done = command(tmp_path, "scale=smoke")
-    assert done.returncode == 0, done.stderr
-    outcome = json.loads(done.stdout.splitlines()[-1])
-    assert (outcome["points"], outcome["measured"], outcome["failed"]) == (28, 28, [])
-    assert all((tmp_path / "cpu" / "smoke" / "figures" / f"{NAME}.{kind}").exists() for kind in ("pdf", "png"))

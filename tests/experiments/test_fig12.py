@@ -3,7 +3,7 @@
 import psutil
 import pytest
 import torch
-from fakes import composed
+from fakes import composed, points_of
 from tiny import TINY, values
 
 from experiments.fig12_textgen_70b import EXPERIMENT, Fig12, adapter_share, bytes_ratio
@@ -11,7 +11,7 @@ from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Reading
 from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError, model_conf
-from experiments.harness.settings import fitting_model, ranks_here, settle
+from experiments.harness.settings import fitting_model, ranks_here
 from experiments.measure import environment
 from experiments.measure.records import read_rows
 from experiments.systems.bench import StreamConf
@@ -26,14 +26,10 @@ from tests.parallel.thread_ranks import on_threads
 NAME = "fig12_textgen_70b"
 
 
-def points(tmp_path, *overrides):
-    return EXPERIMENT.points(settle(composed(tmp_path, *overrides, name=NAME), EXPERIMENT))
-
-
 @pytest.mark.parametrize("size", [3, 128])
 def test_ranks_that_do_not_divide_the_model_are_refused(tmp_path, size):
     with pytest.raises(ConfigError, match=f"figure.tp_size={size} must"):
-        points(tmp_path, f"figure.tp_size={size}")
+        points_of(tmp_path, EXPERIMENT, f"figure.tp_size={size}")
 
 
 def test_what_bytes_allow_of_the_papers_model():

@@ -1,11 +1,11 @@
 """Figure 13's hour: its requests and GPUs, its readings, and the simulated world's panels."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import composed
+from fakes import PAPER, measured
+from tiny import values
 
 from experiments.claims.predictions import predictions
 from experiments.cluster import served as numbers
@@ -29,11 +29,8 @@ from experiments.facts.paper import read_figure
 from experiments.fig13_cluster import EXPERIMENT as FIG13
 from experiments.harness.counted import frame_of
 from experiments.harness.points import Reading
-from experiments.harness.resume import run
-from experiments.measure.records import read_rows
 from experiments.simulator import StepCost, simulate
 
-PAPER = Path(__file__).parents[2] / "paper_results"
 COST = StepCost("a cost", base=0.01, row=1e-5, kv=1e-7, prefill=1e-4, rank=1e-6)
 SIZE = model_bytes("llama2-7b")
 
@@ -51,13 +48,6 @@ def hour(batch, arrivals=(0.5,), finish=(1.5,), kind="simulated") -> ServedHour:
     return ServedHour(
         duration, arrivals, arrivals + 0.25, np.array(finish, float), batch.sum(axis=0), batch, by_batch, kind, "a cost"
     )
-
-
-def values(found) -> dict[str, float]:
-    return {one.metric: one.value for one in found}
-
-
-# requests and GPUs
 
 
 def test_the_hour_has_the_papers_requests_and_tokens_and_a_part_of_it_is_its_first():
@@ -81,9 +71,6 @@ def test_the_cluster_has_the_papers_memory():
     held = {gpu.num_pages * 8_388_608 + 2 * (SIZE.weights + SIZE.head) for gpu in policy.gpus.values()}
     assert (len(policy.gpus), len(held)) == (16, 1)
     assert 28e9 < held.pop() < 32e9 - 32 * 79_953_920
-
-
-# readings
 
 
 def test_no_cell_has_more_requests_than_a_batch_though_places_change_hands_within_a_second():
@@ -119,9 +106,6 @@ def test_what_was_measured_is_set_over_what_was_simulated():
     assert {(one.kind, one.cost_model) for one in found} == {("simulated", "a cost")}
 
 
-# numbers of a whole hour
-
-
 def whole_hour(seconds: int = 3600) -> ServedHour:
     """Two GPUs: one full, the other full too from 2400 s to 2460 s; from 1200 s to 1800 s both are half full."""
     second = np.arange(seconds)
@@ -148,9 +132,6 @@ def test_the_papers_windows_give_what_it_prints():
     assert found[numbers.PACE] == pytest.approx(590, rel=0.05)
 
 
-# the simulated world
-
-
 @pytest.mark.slow
 def test_the_simulated_hour_predicts_the_paper():
     asked = paper_hour(PAPER)
@@ -165,20 +146,16 @@ def test_the_simulated_hour_predicts_the_paper():
     assert np.corrcoef(ours, theirs)[0, 1] > 0.9
 
 
-def test_fig13_measures_draws_and_does_not_measure_again(tmp_path):
-    cfg = composed(tmp_path, "draw=true", "figure.seeds=2", name=FIG13.name)
-    outcome = run(cfg, FIG13)
-    assert (outcome.failed, len(outcome.figures)) == ([], 2)
-    rows = read_rows(outcome.rows_file)
+def test_rows_have_means_and_spans_of_the_seeds(tmp_path):
+    _, rows = measured(tmp_path, FIG13, "figure.seeds=2")
     assert {(row.kind, bool(row.cost_model), row.disturbed) for row in rows} == {("simulated", True, None)}
     assert {row.gpu for row in rows if row.metric == "gpu_batch_size_60s_mean"} == set(range(16))
-    assert {row.value for row in rows if row.metric == "seeds"} == {cfg.figure.seeds}
+    assert {row.value for row in rows if row.metric == "seeds"} == {2}
     for panel, metric in ((HOUR, "mean_throughput"), (HOUR, "total_requests"), ("simulated Figure 11", "throughput")):
         said = values(row for row in rows if row.panel == panel)
         low, mean, one, high = (said[metric + end] for end in ("_low", "_mean", "", "_high"))
         assert low <= one <= high
         assert low < mean < high
-    assert run(composed(tmp_path, "figure.seeds=2", name=FIG13.name), FIG13).measured == 0
     assert predictions(frame_of([replace(row, scale="laptop") for row in rows]), PAPER) == []  # a minute is no hour
 
 

@@ -3,24 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from fakes import composed, interpreted
+from fakes import composed, interpreted, points_of, settled
 
 from experiments import ext_expert_tables, ext_operator_tables
 from experiments.benches.expert_sets import TOLERANCE, ExpertSets, MoELayer
 from experiments.benches.operator_lines import ANCHORS, SHAPES, Operator, anchors_of, best_existing, lines, read_anchors
 from experiments.harness.resume import run
-from experiments.harness.settings import settle
 from experiments.report.operators import tabulated
 
 TABLES, EXPERTS = ext_operator_tables.EXPERIMENT, ext_expert_tables.EXPERIMENT
-
-
-def points(tmp_path, experiment, *words):
-    cfg = settle(composed(tmp_path, "hardware=h200", *words, name=experiment.name), experiment)
-    return experiment.points(cfg)
-
-
-# lines
 
 
 @pytest.mark.parametrize(("table", "rows"), [("A", 29), ("B", 16), ("C", 18), ("shapes", 48), ("step", 14)])
@@ -55,9 +46,6 @@ def test_every_batch_of_experts_has_its_anchor():
     assert best["qwen3-30b-a3b T=128 4 adapters"] == pytest.approx(48.6, abs=0.1)
 
 
-# tables of measured lines
-
-
 def measured(table: str, **us: float) -> list:
     return [replace(line, us={name.replace("_", " "): value for name, value in us.items()}) for line in lines(table)]
 
@@ -71,17 +59,14 @@ def test_a_column_that_failed_leaves_its_cell_empty_and_counts_nowhere():
     assert [line.rpartition(" ")[2] for line in text[6:]] == ["3", "2"]
 
 
-# the experiments
-
-
 def test_a_line_is_a_panel_and_a_column_a_system_of_its_own_clock(tmp_path):
-    found = points(tmp_path, TABLES, "figure.tables=[A,ranks,A]")
+    found = points_of(tmp_path, TABLES, "hardware=h200", "figure.tables=[A,ranks,A]")
     assert len({point.key() for point in found}) == len(found) == 29 * 6 + 2 * 2 + 20 * 5
     first = found[0]
     assert (first.panel, first.system, first.workload) == ("A: T=1 Distinct", "punica", "Distinct")
     assert (first.batch_size, first.rank) == (1, 16)
     assert Operator(**first.settings["operator"]) == lines("A")[0].operator
-    eager = points(tmp_path, TABLES, "figure.tables=[A,B,C]", "timer=host_clock")
+    eager = points_of(tmp_path, TABLES, "hardware=h200", "figure.tables=[A,B,C]", "timer=host_clock")
     assert len(eager) == 2 * (29 + 16)
     assert {point.system for point in eager} == {"punica", "wrapper"}
 
@@ -98,7 +83,7 @@ def test_on_a_cpu_they_say_what_they_need_and_measure_nothing(tmp_path, capsys, 
 def test_a_line_is_measured_on_a_gpu(tmp_path, table):
     for clock in ("cuda_graph", "host_clock"):
         words = ("hardware=auto", f"figure.tables=[{table}]", f"timer={clock}")
-        cfg = settle(composed(tmp_path, *words, name=TABLES.name), TABLES)
+        cfg = settled(tmp_path, TABLES, *words)
         found = TABLES.points(cfg)
         for point in [point for point in found if point.panel == found[0].panel]:
             (reading,) = TABLES.measure(cfg, point)
@@ -108,7 +93,7 @@ def test_a_line_is_measured_on_a_gpu(tmp_path, table):
 
 @pytest.mark.gpu
 def test_a_batch_of_experts_is_measured_on_a_gpu(tmp_path):
-    cfg = settle(composed(tmp_path, "hardware=auto", name=EXPERTS.name), EXPERTS)
+    cfg = settled(tmp_path, EXPERTS, "hardware=auto")
     found = EXPERTS.points(cfg)
     readings = [EXPERTS.measure(cfg, point) for point in found if point.panel == found[-1].panel]
     assert all(one.value > 0 for each in readings for one in each)

@@ -2,30 +2,24 @@
 
 import pytest
 import torch
-from fakes import composed
+from fakes import settled
 from tiny import TINY
 
 from experiments.benches import operators
 from experiments.benches.model_steps import LayerBench
 from experiments.benches.operators import OPERATORS, Prepared, problems
+from experiments.fig08_lora_operator import EXPERIMENT as FIG08
 from experiments.harness import CheckFailed, Point
 from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import check
-from experiments.harness.settings import settle
 from punica.wrapper import PunicaWrapperCPU
 from punica.wrapper.linear import LinearMethods
-
-FIG08 = next(experiment for experiment in experiments(["fig08"]))
-
-
-def settled(tmp_path, *overrides):
-    return settle(composed(tmp_path, *overrides), FIG08)
 
 
 @pytest.mark.parametrize("workload", ["Distinct", "Uniform", "Skewed", "Identical"])
 @pytest.mark.parametrize("rows", [1, 7])
 def test_every_operator_of_figure_8_gives_the_reference(tmp_path, workload, rows):
-    cfg = settled(tmp_path)
+    cfg = settled(tmp_path, FIG08)
     for name in cfg.system.names:
         (call,) = operators.prepare_checked(problems(cfg, workload, rows, 16), name)
         call()
@@ -46,7 +40,7 @@ def test_sgmv_of_the_figures_is_the_call_of_a_layer(tmp_path, monkeypatch, name)
     layer.run(layer.rows(2), *layer.begin([1, 2], 8))
     of_layers, seen[:] = list(seen), []
     (experiment,) = experiments([name])
-    cfg = settle(composed(tmp_path, name=experiment.name), experiment)
+    cfg = settled(tmp_path, experiment)
     (call,) = experiment.calls(cfg, Point("", "SGMV", "Skewed", batch_size=7, rank=16))
     call()
     assert len(seen) == 2, "once for the check, once for the clock"
@@ -55,7 +49,7 @@ def test_sgmv_of_the_figures_is_the_call_of_a_layer(tmp_path, monkeypatch, name)
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_passes_its_own_tolerance(tmp_path, dtype):
-    cfg = settled(tmp_path, f"figure.dtype={dtype}")
+    cfg = settled(tmp_path, FIG08, f"figure.dtype={dtype}")
     for name in (*cfg.system.names, "SGMV expand"):
         if name != "grouped_mm" or operators.grouped_mm_available("cpu", getattr(torch, dtype)):
             operators.prepare_checked(problems(cfg, "Skewed", 7, 16), name)
@@ -73,7 +67,7 @@ def test_a_wrong_operator_is_refused_and_gets_no_row(tmp_path, monkeypatch):
 
     monkeypatch.setitem(OPERATORS._entries, "SGMV", off_by_a_row)
     with pytest.raises(CheckFailed, match="SGMV differs from the reference"):
-        FIG08.measure(settled(tmp_path), Point("Skewed", "SGMV", "Skewed", batch_size=7, rank=16))
+        FIG08.measure(settled(tmp_path, FIG08), Point("Skewed", "SGMV", "Skewed", batch_size=7, rank=16))
     with pytest.raises(CheckFailed):
         check("not a number", torch.tensor([float("nan")]), torch.tensor([1.0]), 1e-5)
 
@@ -81,7 +75,7 @@ def test_a_wrong_operator_is_refused_and_gets_no_row(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("name", "systems"), [("fig07", 1), ("fig09", 2)])
 def test_all_popularities_of_a_batch_are_timed_side_by_side(tmp_path, name, systems):
     (experiment,) = experiments([name])
-    cfg = settle(composed(tmp_path, name=experiment.name), experiment)
+    cfg = settled(tmp_path, experiment)
     groups = [group for group in experiment.together(experiment.points(cfg)) if group[0].workload]
     assert {len(group) for group in groups} == {4 * systems}
     assert all(len({(point.batch_size, point.rank) for point in group}) == 1 for group in groups)
@@ -90,14 +84,14 @@ def test_all_popularities_of_a_batch_are_timed_side_by_side(tmp_path, name, syst
 def test_an_operator_that_torch_lacks_gets_no_row_and_no_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(operators, "grouped_mm_available", lambda *_: False)
     points = [Point("Skewed", name, "Skewed", batch_size=7, rank=16) for name in ("grouped_mm", "Loop")]
-    without, some = FIG08.measure_together(settled(tmp_path), points)
+    without, some = FIG08.measure_together(settled(tmp_path, FIG08), points)
     assert without == []
     assert some
     assert "no grouped_mm" in capsys.readouterr().err
 
 
 def test_batches_of_a_graph_read_adapters_of_their_own(tmp_path):
-    cfg = settled(tmp_path)
+    cfg = settled(tmp_path, FIG08)
     cfg.timer.name, cfg.hardware.flush_mib = "cuda_graph", 1  # as on a GPU
     batches = problems(cfg, "Uniform", 7, 16)
     read = {batch.a[slot].data_ptr() for batch in batches for slot in batch.slots.tolist()}

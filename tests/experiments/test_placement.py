@@ -1,22 +1,15 @@
 """Scheduling rules side by side: their loads, their rows, and their table."""
 
-from pathlib import Path
-
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
-from fakes import composed
+from fakes import PAPER
 
 from experiments.claims.predictions import rules_table
 from experiments.cluster.hour import RANK
-from experiments.ext_placement import CROWD, DRIFT, LOAD, MIXED, PADDED, load, while_full
-from experiments.ext_placement import EXPERIMENT as PLACEMENT
+from experiments.ext_placement import CROWD, DRIFT, LOAD, MIXED, load, while_full
 from experiments.harness.points import Point
-from experiments.harness.resume import run
-from experiments.measure.records import read_rows
 
-PAPER = Path(__file__).parents[2] / "paper_results"
 ABOUT = {"ranks": [8, 64], "adapters": 200}
 
 
@@ -35,9 +28,6 @@ def test_rules_are_compared_with_punicas_over_all_loads() -> None:
     assert head.startswith("| rule | throughput of full GPUs / Punica's | GPU time")
     assert line == "| dynamo | 0.90 to 1.10 | 1.50 to 2.00 | 0.50 to 1.00 | 0.25 to 1.00 |"
     assert rules_table(rows[rows["system"] != "punica"]) == []
-
-
-# loads
 
 
 def drawn(panel: str, seed: int = 1, **part):
@@ -69,25 +59,3 @@ def test_capacity_is_that_of_full_gpus_while_requests_wait() -> None:
     assert while_full(firsts, tokens, places=3) == 8.0
     assert while_full(firsts[:2], tokens, places=3) == 8.0
     assert while_full(np.array([0.1, 0.2]), tokens[:1], places=3) == 1.0
-
-
-# the figure
-
-
-@pytest.mark.slow
-def test_placement_measures_every_rule_on_every_load(tmp_path) -> None:
-    cut = ("system=punica", "figure.seconds=2", "figure.waiting=8", "figure.seeds=2")
-    outcome = run(composed(tmp_path, *cut, name=PLACEMENT.name), PLACEMENT)
-    panels = [LOAD, MIXED, PADDED, CROWD, DRIFT]
-    assert (outcome.failed, outcome.measured) == ([], 1 + len(panels))
-    rows = read_rows(outcome.rows_file)
-    assert [row.panel for row in rows if row.metric == "capacity"] == panels
-    assert {row.kind for row in rows} == {"simulated"}
-    value = {(row.panel, row.metric): row.value for row in rows}
-    for panel in panels:
-        assert value[panel, "capacity_low"] < value[panel, "capacity_mean"] < value[panel, "capacity_high"]
-        assert value[panel, "loads_from_disk"] > 0
-        assert value[panel, "load_wait"] > 0
-    assert value[MIXED, "loads_from_disk"] == value[PADDED, "loads_from_disk"]
-    assert value[MIXED, "time_per_output_token"] < value[PADDED, "time_per_output_token"]
-    plt.close("all")

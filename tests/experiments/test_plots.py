@@ -11,6 +11,7 @@ from unittest.mock import patch
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
+from fakes import PAPER
 
 from experiments.facts.paper import read_figure
 from experiments.facts.systems import by_paper_name, entries
@@ -23,8 +24,6 @@ from experiments.plots.draw import draw
 from experiments.plots.frames import frame_of_clocks, in_order  # fmt: skip
 from experiments.plots.overlay import panels
 from experiments.plots.serving import draw_hero, draw_ranks, draw_serving, not_measured, speedups
-
-PAPER = REPOSITORY / "paper_results"
 
 
 def row(value, **columns):

@@ -1,15 +1,12 @@
 """What the report says of predictions."""
 
-from pathlib import Path
-
 import pandas as pd
+from fakes import PAPER
 
 from experiments.claims.predictions import predictions
 from experiments.cluster.served import HOUR, SHARE
 from experiments.facts.paper import read_figure
 from experiments.harness.counted import frame_of
-
-PAPER = Path(__file__).parents[2] / "paper_results"
 
 
 def predicted_rows(share=0.70) -> pd.DataFrame:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import composed
+from fakes import PAPER, settled
 
 from experiments.cluster import ray_hour
 from experiments.cluster.hour import World, timed_steps
@@ -17,13 +17,11 @@ from experiments.cluster.ray_hour import check_numbers, check_tokens
 from experiments.cluster.served import KILLED, RAY, SIMULATED_RAY
 from experiments.fig13_cluster import EXPERIMENT
 from experiments.harness.experiment import CheckFailed
-from experiments.harness.schema import ConfigError
-from experiments.harness.settings import settle
+from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.measure.records import read_rows
 from punica.cluster import StepWork
 
-ROOT = Path(__file__).resolve().parents[2]
-WORLD = World(str(ROOT / "paper_results"), "punica", 120, runners=2, speed_up=20, max_len=128, address="", device="cpu")
+WORLD = World(str(PAPER), "punica", 120, runners=2, speed_up=20, max_len=128, address="", device="cpu")
 
 
 @dataclass
@@ -67,7 +65,7 @@ def test_hours_of_all_rules_and_the_loss_of_a_runner_under_the_first(
     tmp_path, hardware, scale, model, speed_up, max_len
 ) -> None:
     words = ("runtime=ray", f"hardware={hardware}", f"scale={scale}", "system.names=[punica,round_robin]")
-    cfg = settle(composed(tmp_path, *words, "figure.kill=true", name="fig13_cluster"), EXPERIMENT)
+    cfg = settled(tmp_path, EXPERIMENT, *words, "figure.kill=true")
     found = ray_hour.points(cfg)
     assert [(one.panel, one.system) for one in found] == [
         (RAY, "punica"), (SIMULATED_RAY, "punica"), (RAY, "round_robin"), (SIMULATED_RAY, "round_robin"),
@@ -81,7 +79,7 @@ def test_hours_of_all_rules_and_the_loss_of_a_runner_under_the_first(
 def test_a_rule_that_engines_cannot_follow_is_refused_before_anything_starts(tmp_path) -> None:
     words = ("runtime=ray", "system.names=[punica,released]")
     with pytest.raises(ConfigError, match="system=released puts several prompts into a step"):
-        ray_hour.points(settle(composed(tmp_path, *words, name="fig13_cluster"), EXPERIMENT))
+        ray_hour.points(settled(tmp_path, EXPERIMENT, *words))
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 1)])
@@ -94,7 +92,7 @@ def test_runners_serve_on_the_hardware_of_the_rows_and_one_that_does_not_come_up
 
     name = "h200" if gpus else "cpu"
     words = ("runtime=ray", f"hardware={name}", "figure.seconds=20", "figure.max_len=48")
-    settings = ray_hour.points(settle(composed(tmp_path, *words, name="fig13_cluster"), EXPERIMENT))[0].settings
+    settings = ray_hour.points(settled(tmp_path, EXPERIMENT, *words))[0].settings
     assert (settings["device"], settings.get("checked", 0)) == (device, ray_hour.CHECKED if gpus else 0)
     built = []
 
@@ -122,7 +120,7 @@ def test_the_hour_on_ray_from_the_command_line(tmp_path: Path) -> None:
     words += ["system.names=[punica,round_robin]"]
     done = subprocess.run(
         [sys.executable, "-m", "experiments.fig13_cluster", *words, f"paths.outputs={tmp_path}"],
-        cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=REPOSITORY, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout.splitlines()[-1])

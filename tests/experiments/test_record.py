@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from fakes import composed
+from fakes import BASE, composed
 
 from experiments.commands import record_all
 from experiments.commands.record import promote, refuse, refuse_other_sources, source_hashes
@@ -15,16 +15,13 @@ from experiments.commands.record_all import Options, left
 from experiments.harness.catalogue import RecordedSet, experiments, sets_of
 from experiments.harness.settings import keys_read, refuse_unread
 from experiments.harness.source import fingerprint, read
-from experiments.measure.records import Row, RowsError, read_rows, write_rows
+from experiments.measure.records import RowsError, read_rows, write_rows
 
-BASE = Row(
-    figure="8", panel="Skewed", system="SGMV", workload="Skewed", model="", hardware="cpu", batch_size=1, seq_len=None,
-    rank=16, metric="latency", value=100.0, unit="us", statistic="count", config_hash="c", scale="laptop", commit="abc",
-)  # fmt: skip
+ROW = replace(BASE, hardware="cpu", statistic="count", config_hash="c", commit="abc")
 
 
 def a_row(batch_size=1, **columns):
-    return replace(BASE, batch_size=batch_size, **columns)
+    return replace(ROW, batch_size=batch_size, **columns)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Runs: what is on disk is skipped, what is stale is measured again, what is finished stays."""
 
-
 import pytest
 from fakes import NAME, Fake, composed, rows_of
 

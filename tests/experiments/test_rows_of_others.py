@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from fakes import PAPER
 
 from experiments.commands.rows import faults
 from experiments.harness.schema import REPOSITORY
@@ -11,7 +12,7 @@ from experiments.plots.floors import floors
 from experiments.report.machines import machine_of, recorded_folders
 from experiments.report.reproducing import recorded
 from experiments.report.results import notes
-from tests.experiments.report.report_rows import PAPER, decode_rows
+from tests.experiments.report.report_rows import decode_rows
 
 STAMPED = {"hardware": "gpu", "commit": "abc", "source_hash": "s", "config_hash": "c", "date": "d", "device": "G",
            "python": "3", "torch": "2", "scale": "gpu", "calib_gemm_us": 1.0, "calib_copy_us": 1.0}  # fmt: skip

@@ -6,26 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes import composed
+from fakes import PAPER, measured, settled
 from tiny import TINY
 
 from experiments.benches import adapter_loading
-from experiments.benches.adapter_loading import LOADERS, Bench, Decode, Loader, check_loader, measured
+from experiments.benches.adapter_loading import LOADERS, Bench, Decode, Loader, check_loader
+from experiments.benches.adapter_loading import measured as timed
 from experiments.benches.operators import protocol
 from experiments.harness import CheckFailed
-from experiments.harness.catalogue import experiments
-from experiments.harness.resume import run
-from experiments.harness.schema import REPOSITORY, DType, ModelConf, model_conf
-from experiments.harness.settings import settle
-from experiments.measure.records import read_rows
+from experiments.harness.schema import DType, ModelConf, model_conf
+from experiments.sec52_adapter_loading import EXPERIMENT as SEC52
 
-(SEC52,) = experiments(["sec52"])
 GPU_SYSTEMS = ["punica", "per_tensor", "pageable", "link"]
 STEPS = Decode("Distinct", 3, 16)
-
-
-def settled(tmp_path, *overrides):
-    return settle(composed(tmp_path, *overrides, name=SEC52.name), SEC52)
 
 
 @pytest.fixture
@@ -39,7 +32,7 @@ def serving():
 
 
 def paper_bytes():
-    with (REPOSITORY / "paper_results" / "text_other_numbers.csv").open(newline="") as stream:
+    with (PAPER / "text_other_numbers.csv").open(newline="") as stream:
         lines = [line for line in csv.DictReader(stream) if line["metric"].startswith("lora_bytes")]
     return [(line["model"], line["metric"], int(line["value"])) for line in lines]
 
@@ -136,8 +129,8 @@ def test_other_bytes_over_the_link_are_seen(bench):
 
 
 def test_samples_of_loads_and_steps_belong_together(tmp_path, serving):
-    clock = protocol(settled(tmp_path))
-    found = measured(serving, ["punica", "pageable", "link"], clock)
+    clock = protocol(settled(tmp_path, SEC52))
+    found = timed(serving, ["punica", "pageable", "link"], clock)
     for one in found.values():
         assert {len(one.load), len(one.host), len(one.step), len(one.step_alone)} == {clock.repeats}
         assert one.load == one.host  # a CPU loads before the call returns
@@ -161,29 +154,27 @@ def test_a_slow_load_is_seen_in_every_number_that_it_should_be_in(tmp_path, benc
         return replace(right, start=start)
 
     monkeypatch.setitem(LOADERS._entries, "punica", slow)
-    settings = replace(protocol(settled(tmp_path)), seconds=float("inf"))
-    alone, beside = (measured(one, ["punica"], settings)["punica"] for one in (bench, serving))
+    settings = replace(protocol(settled(tmp_path, SEC52)), seconds=float("inf"))
+    alone, beside = (timed(one, ["punica"], settings)["punica"] for one in (bench, serving))
     assert len(alone.load) == len(beside.step_alone) == settings.repeats
     assert 3600 <= min(alone.load + alone.host + beside.load + beside.step) < 2 * 3600
     assert max(beside.step_alone) < 3600
 
 
 @pytest.mark.slow
-def test_it_measures_draws_and_does_not_measure_again(tmp_path):
+def test_bytes_of_layers_and_models_are_rows(tmp_path):
     words = ("adapters.ranks=[8,16]", "figure.overlap_rank=16")
-    outcome = run(composed(tmp_path, *words, "draw=true", name=SEC52.name), SEC52)
-    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 2 * (2 * 2 + 1), 2)
-    rows = read_rows(outcome.rows_file)
+    outcome, rows = measured(tmp_path, SEC52, *words)
+    assert outcome.measured == 2 * (2 * 2 + 1)
     sizes = {(row.panel, row.rank): row.value for row in rows if row.metric == "bytes"}
     assert sizes["model", 16] == sizes["overlap", 16] == 2 * sizes["layer", 16] == 4 * sizes["layer", 8]
-    assert run(composed(tmp_path, *words, name=SEC52.name), SEC52).measured == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("decode", [None, STEPS], ids=["alone", "beside-decode"])
 def test_every_system_loads_on_a_gpu(tmp_path, decode):
     bench = Bench(TINY.model_copy(update={"dtype": DType.float16}), 16, "cuda", decode=decode)
-    found = measured(bench, GPU_SYSTEMS, replace(protocol(settled(tmp_path)), device="cuda"))
+    found = timed(bench, GPU_SYSTEMS, replace(protocol(settled(tmp_path, SEC52)), device="cuda"))
     for one in found.values():
         assert len(one.device) == len(one.load) == len(one.host) == 3
         assert min(one.device) > -1e-5  # of so small a load: events of two streams are microseconds apart

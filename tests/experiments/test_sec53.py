@@ -2,19 +2,15 @@
 
 import pytest
 import torch
-from fakes import composed
+from fakes import measured, points_of
 
 from experiments.benches.migration import COPY, COPY_HOST, Blocks, Migration, Route, check_moved, check_recomputed
 from experiments.harness.experiment import CheckFailed
-from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError, model_conf
-from experiments.harness.settings import settle
 from experiments.measure import environment
-from experiments.measure.records import read_rows
-from experiments.sec53_migration import EXPERIMENT, MigrationExperiment
+from experiments.sec53_migration import EXPERIMENT
 from punica.engine.runner import ModelRunner
 
-NAME = "sec53_migration"
 LINKS = ["ethernet 25G", "ethernet 100G", "infiniband 400G"]
 
 
@@ -24,8 +20,7 @@ def migration() -> Migration:
 
 
 def systems(tmp_path, *overrides) -> list[str]:
-    grid = EXPERIMENT.points(settle(composed(tmp_path, *overrides, name=NAME), EXPERIMENT))
-    return list(dict.fromkeys(point.system for point in grid))
+    return list(dict.fromkeys(point.system for point in points_of(tmp_path, EXPERIMENT, *overrides)))
 
 
 def test_a_machine_has_the_ways_that_its_devices_allow(tmp_path, monkeypatch):
@@ -83,10 +78,8 @@ def test_what_is_recomputed_is_compared_with_what_was_there(migration, monkeypat
 
 
 def test_rows_of_both_ways(tmp_path):
-    config = composed(tmp_path, "figure.contexts=[20]", "draw=true", name=NAME)
-    outcome = run(config, MigrationExperiment())
-    assert (outcome.measured, outcome.failed, len(outcome.figures)) == (5, [], 2)
-    rows = read_rows(tmp_path / "cpu" / "smoke" / "rows" / f"{NAME}.csv")
+    outcome, rows = measured(tmp_path, EXPERIMENT, "figure.contexts=[20]")
+    assert outcome.measured == 5
     value = {(row.system, row.metric): row.value for row in rows if row.statistic in ("value", "median")}
     kinds = {row.system: row.kind for row in rows}
     nbytes = 32 * 4 * model_conf("llama-tiny").kv_elements()  # two blocks

@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from fakes import composed
+from fakes import composed, measured, settled
 
 from experiments import sec6_norm
 from experiments.harness import CheckFailed, resume
 from experiments.harness.resume import run
-from experiments.harness.settings import settle
 from experiments.measure import timing
 from experiments.measure.records import read_rows
-from tests.experiments.claims.claim_rows import paper_rows, verdict_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -24,16 +22,12 @@ def test_both_are_the_norm(form, dtype) -> None:
     assert x.equal(given)
 
 
-def test_it_measures_draws_and_does_not_measure_again(tmp_path) -> None:
-    cfg = composed(tmp_path, "figure.batch_sizes=[1,32]", "draw=true", name="sec6_norm")
-    outcome = run(cfg, sec6_norm.EXPERIMENT)
-    rows = read_rows(outcome.rows_file)
+def test_both_are_measured(tmp_path) -> None:
+    _, rows = measured(tmp_path, sec6_norm.EXPERIMENT, "figure.batch_sizes=[1,32]")
     medians = [row for row in rows if row.statistic == "median"]
     assert {(row.system, row.batch_size) for row in medians} == {(s, n) for s in ("unfused", "fused") for n in (1, 32)}
     kinds = {(row.figure, row.metric, row.unit, row.timer) for row in medians}
     assert kinds == {("text 6", "norm_latency", "us", "host_clock")}
-    assert len(outcome.figures) == 2
-    assert run(cfg, sec6_norm.EXPERIMENT).measured == 0
 
 
 def test_a_gpu_times_it_without_the_launches_too(tmp_path, monkeypatch) -> None:
@@ -55,11 +49,4 @@ def test_a_gpu_times_it_without_the_launches_too(tmp_path, monkeypatch) -> None:
 def test_a_wrong_norm_is_not_timed(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sec6_norm.FORMS, "fused", lambda x, weight: 1.1 * sec6_norm.unfused(x, weight))
     with pytest.raises(CheckFailed, match="fused differs"):
-        sec6_norm.checked(settle(composed(tmp_path, name="sec6_norm"), sec6_norm.EXPERIMENT), "fused", 3)
-
-
-def test_a_cpu_cannot_tell(tmp_path) -> None:
-    rows = paper_rows()[lambda rows: rows["figure"] == "text 6"].assign(hardware="cpu", scale="laptop")
-    verdict = verdict_of(rows, "C45")
-    assert verdict.verdict == "not testable on this hardware"
-    assert "110 us / 4 us = 27.5" in verdict.reason
+        sec6_norm.checked(settled(tmp_path, sec6_norm.EXPERIMENT), "fused", 3)

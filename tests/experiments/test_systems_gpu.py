@@ -1,14 +1,11 @@
 """The serving systems of Figure 11 on a GPU: CUDA graphs, one pool of keys and values, the steps of the replay."""
 
 import pytest
-import torch
 from tiny import TINY, values
 
 from experiments.facts.systems import FIG11, names_in
 from experiments.harness.schema import DType
-from experiments.systems import hugging_face
 from experiments.systems.bench import StreamBench, StreamConf
-from experiments.systems.hugging_face import Decoding, GraphDecoding
 from experiments.systems.serving import World, built
 from experiments.systems.stream import shortened
 from experiments.systems.weights import Limits
@@ -38,45 +35,10 @@ def test_every_system_is_checked_and_timed_with_its_graphs_captured_before(bench
         assert system.engine.runner.attention.cache is bench.world.kv_cache
 
 
-def test_forced_tokens_reach_the_steps_that_are_sent_ahead(bench):
-    """The engine sends a decode step while the one before runs: with the forced tokens, not the chosen ones."""
-    jobs = shortened(bench.jobs("Skewed"), 4, 10)
-    forced = [[(7 * place + 5 * number) % 512 for place in range(job.new_tokens)] for number, job in enumerate(jobs)]
-    found = built("punica", bench.world).forced(jobs, forced)
-    for job, tokens, logits in zip(jobs, forced, found, strict=True):
-        alone = bench.world.reference(job, tokens, lora=True)
-        assert float((logits - alone).norm() / alone.norm()) < 0.02
-
-
 def test_a_whole_stream_is_served_without_capturing_in_between(bench, monkeypatch):
     monkeypatch.setattr("experiments.systems.bench.WHOLE_DRAWS", STREAM.draws)
     found = values(bench.whole("punica", "Distinct"))
     assert found["stream_throughput"] > 0
-
-
-def test_peft_computes_with_the_adapters_where_they_are(bench):
-    backend = bench.world.peft
-    (place,) = backend.places([3])
-    factors = [tensor for name, tensor in backend.model.named_parameters() if f".{place}." in name]
-    assert {tensor.data_ptr() for tensor in factors} == {
-        tensor.data_ptr() for tensor in bench.world.adapter_tensors(3).values()
-    }
-    assert {tensor.device.type for tensor in (*factors, *bench.world.exported().values())} == {"cuda"}
-    assert torch.isfinite(bench.world.kv_cache.keys[1]).all()
-
-
-def test_a_captured_step_of_hugging_face_gives_what_the_host_launches(bench, monkeypatch):
-    monkeypatch.setattr(hugging_face, "BLOCK", 8)
-    backend, prompts = bench.world.peft, [(1, 2, 3), (4, 5, 6, 7, 8)]
-    tokens = torch.arange(40, device="cuda").view(2, 20) % 512
-    with backend.merged(2):
-        launched = Decoding(backend.model, prompts, 20, backend._room, "cuda", {})
-        captured = backend.decoding(prompts, 20)
-        assert (type(launched), type(captured)) == (Decoding, GraphDecoding)
-        expected = launched.forced(tokens)
-        found = captured.forced(tokens)
-    assert len(captured._replays) == 3
-    assert float((found - expected).norm() / expected.norm()) < 0.02
 
 
 def test_adapters_are_registered_once_in_page_locked_memory(bench):

@@ -1,6 +1,5 @@
 """Replays of admission rules, and windows of them: drawn to agree with the stream, run as the stream runs."""
 
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ from tiny import tiny_world, values
 
 from experiments.facts.systems import FIG11, FIG12, names_in
 from experiments.harness.experiment import CheckFailed
-from experiments.systems import bench as bench_module
 from experiments.systems import hugging_face
 from experiments.systems.bench import StreamBench, StreamConf
 from experiments.systems.serving import Step, built
@@ -18,7 +16,6 @@ from experiments.systems.stream import Timeline, paper_stream, timeline_of
 from experiments.systems.windows import AGREEMENT, AGREEMENT_OF_OTHERS, draw_windows
 from experiments.workload import RequestLengths, popularity, released_lengths, stated_lengths
 from experiments.workload.popularity import PAPER_WORKLOADS
-from punica.engine.runner import ModelRunner
 
 WINDOWED = sorted({*names_in(FIG11), *names_in(FIG12)})
 PROMPTS, OUTPUTS, ADAPTERS = [3, 2, 5, 1], [4, 2, 1, 3], [1, 1, 2, 2]
@@ -239,34 +236,3 @@ def test_readings_of_a_window_are_the_streams_at_its_speed(bench):
     assert found["throughput"] == pytest.approx(1e3 * stream / mean)
     assert (found["window_steps"], count, found["token_agreement"]) == (12, 12, 1)
     assert 0 < found["mean_batch_size"] <= 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["punica", "continuous_batching", "hf_peft_mixed"])
-def test_windows_predict_a_whole_stream_on_a_clock(name, world, monkeypatch):
-    """The clock goes on with the work of every invocation of a model, and with nothing else."""
-    now, launch, logits = [0.0], ModelRunner.launch, hugging_face.Decoding.logits
-
-    def add(tokens, rows, context, adapters, prompts):
-        now[0] += 1e-3 * float(cost(np.array([[tokens, rows, context, adapters, prompts, prompts > 0]])).item())
-
-    def counted_launch(runner, layout, before=None):
-        context = sum(span.kv_length for span in layout.spans)
-        tokens, prompts = sum(span.length for span in layout.spans), layout.num_prefill_rows
-        add(tokens, len(layout.spans), context, sum(slot >= 0 for slot, _ in layout.segments), prompts)
-        return launch(runner, layout, before)
-
-    def counted_logits(decoding):
-        rows, tokens = decoding._ids.shape
-        prompts = 0 if decoding._done else rows * tokens
-        add(rows * tokens, rows, rows * (decoding._width + decoding._done), rows, prompts)
-        return logits(decoding)
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(ModelRunner, "launch", counted_launch)
-    monkeypatch.setattr(hugging_face.Decoding, "logits", counted_logits)
-    draws = bench_module.WHOLE_DRAWS
-    stream = StreamConf("released", 24, 96, draws=draws, pieces=4, steps=6, slow_steps=6)
-    found = values(StreamBench(world, stream, (2, 3)).whole(name, "Distinct"))
-    assert found["prediction_over_stream"] == pytest.approx(1, rel=0.03)
-    assert found["prediction_standard_error"] > 0  # windows, not the stream itself

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_server import fake_server
-from fakes import composed
+from fakes import composed, points_of, settled
 
 from experiments.ext_servers import EXPERIMENT as SERVERS
 from experiments.ext_traces import EXPERIMENT as TRACES
@@ -15,7 +15,6 @@ from experiments.fig11_textgen import EXPERIMENT as FIG11
 from experiments.fig11_textgen import sizes_of
 from experiments.harness import ConfigError
 from experiments.harness.resume import run
-from experiments.harness.settings import settle
 from experiments.measure.records import read_rows
 from experiments.servers.stream import Stream
 from experiments.systems.bench import StreamBench
@@ -30,10 +29,6 @@ def azure(tmp_path):
     lines = [f"{at},{prompt},5" for at, prompt in ((0, 10), (0, 11), (0, 12), (9, 13))]
     (tmp_path / "azure.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
     return "workload=trace", f"workload.path={tmp_path / 'azure.csv'}", "workload.format=azure", "workload.adapter=Zipf"
-
-
-def settled(tmp_path, experiment, *given):
-    return settle(composed(tmp_path, *given, name=experiment.name), experiment)
 
 
 def test_figure_11_serves_the_requests_of_the_file(tmp_path, azure):
@@ -59,7 +54,7 @@ REFUSED = {
 @pytest.mark.parametrize("given", REFUSED)
 def test_a_trace_that_cannot_be_read_is_refused_before_anything_is_measured(tmp_path, given):
     with pytest.raises(ConfigError, match=REFUSED[given]):
-        FIG11.points(settled(tmp_path, FIG11, "workload=trace", given))
+        points_of(tmp_path, FIG11, "workload=trace", given)
     with pytest.raises(ConfigError, match="workload=trace is not read by fig08_lora_operator"):
         settled(tmp_path, FIG08, "workload=trace")
 
@@ -71,7 +66,7 @@ def test_loads_on_servers_have_the_traces_adapters_lengths_and_bursts(tmp_path, 
     assert sizes == [("a", size, 5) for size in (10, 11, 12, 13, 10)]
     span = Span(0.0, 1.0, 2.0, bursts=trace.arrivals)
     assert span.arrivals(2.0, 0) == pytest.approx([0, 0, 0, 1.5, 2, 2, 2])
-    points = SERVERS.points(settled(tmp_path, SERVERS, *azure))
+    points = points_of(tmp_path, SERVERS, *azure)
     assert {point.panel for point in points if "trace" in point.settings} == {"4 in flight", "8 requests/s"}
 
 
@@ -96,12 +91,3 @@ def test_beside_a_trace_a_popularity_has_its_lengths_rate_and_number_of_adapters
     assert {job.adapter_id for job in others} <= {job.adapter_id for job in own} == {1, 2, 3}
     assert bursts.at(8.0).arrivals(8.0, 0)[:4] == pytest.approx([0, 0, 0, 0.375])
     assert len(poisson.arrivals(200.0, 0)) == pytest.approx(len(bursts.arrivals(200.0, 0)), rel=0.2)
-
-
-@pytest.mark.slow
-def test_tenants_of_a_trace_have_rows_and_a_figure(tmp_path):
-    outcome = run(composed(tmp_path, "draw=true", name=TRACES.name), TRACES)
-    assert (outcome.failed, len(outcome.figures)) == ([], 2)
-    rows = [row for row in read_rows(outcome.rows_file) if row.metric in ("offered_rate", "lost")]
-    assert {row.value for row in rows if row.metric == "lost"} == {0}
-    assert len({row.value for row in rows if row.metric == "offered_rate" and row.panel == "load 60 %"}) == 1

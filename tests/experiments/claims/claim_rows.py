@@ -1,16 +1,15 @@
 """Rows and verdicts for tests of the claims."""
 
 from functools import cache
-from pathlib import Path
 
 import pandas as pd
+from fakes import PAPER
 
 from experiments.claims.bounds import read_bounds
 from experiments.claims.judge import Judge
 from experiments.facts import paper as facts
 from experiments.measure.records import COLUMNS, Row
 
-PAPER = Path(__file__).parents[3] / "paper_results"
 STATEMENTS = {statement.id: statement for statement in facts.read_claims(PAPER)}
 BOUNDS = read_bounds(PAPER)
 

@@ -51,9 +51,6 @@ def test_bounds_and_functions_are_about_the_same_quantities_and_the_paper_passes
     assert bounded - set(finding.quantities) <= unsaid, "a bound on a quantity that is never computed"
 
 
-# simulations
-
-
 def simulated_hour(rows):
     return rows.assign(panel="simulated hour", system="punica", kind="simulated", cost_model="a cost")
 
@@ -95,9 +92,6 @@ def test_a_simulated_hour_is_judged_on_the_mean_over_its_seeds(paper_rows, id, m
     assert verdict.our_value.endswith("; means and spans over 3 seeds (steps: a cost)")
     rows.loc[rows["metric"] == f"{metric}_mean", "value"] = 3.5 if id == "C49" else 0.4
     assert verdict_of(rows, id).verdict == DIFFERS
-
-
-# rows that are missing
 
 
 def test_without_rows_only_arithmetic_is_judged():
@@ -144,9 +138,6 @@ def test_bad_rows_are_refused(paper_rows):
         judge(mixed, PAPER)
 
 
-# which rows, and on which hardware
-
-
 def test_the_rows_that_count():
     """The largest scale, the newest row, and no quantiles or counts of samples."""
     fixed = {"panel": "decode", "system": "backbone", "metric": "step_latency", "seq_len": 64, "value": 99}
@@ -170,9 +161,6 @@ def test_a_ratio_of_systems_counts_where_the_papers_models_run_on_a_data_centre_
 def test_absolute_times_count_on_an_a100(paper_rows, id):
     assert verdict_of(paper_rows.assign(hardware="a100-80g"), id).verdict == REPRODUCED
     assert verdict_of(paper_rows.assign(hardware="h200"), id).verdict == SHAPE
-
-
-# serving
 
 
 @pytest.mark.parametrize(

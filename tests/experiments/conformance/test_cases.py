@@ -106,9 +106,6 @@ def test_errors_are_faults_by_kind_and_no_findings(world: World) -> None:
     assert (result.status, result.judged) == (UNJUDGED, result.answers - 10)
 
 
-# the command
-
-
 @pytest.fixture
 def _two_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "cases", lambda *_: {"all": ALL, "batch": cases.waves([(MODELS * 7)[:40]])})
@@ -144,9 +141,6 @@ def test_servers_that_are_not_the_one_meant(world: World, monkeypatch: pytest.Mo
         monkeypatch.setenv(cases.KEY_VARIABLE, "secret")
         with pytest.raises(ConfigError, match=r"does not answer as org/tenant-0 .*no model org/tenant-0"):
             conformance(Options(url=url, folder=world.folder, prefix="org/"))
-
-
-# our server, with fewer slots than adapters
 
 
 def ours(world: World, batches: list[int], **sizes: Any) -> list[Result]:

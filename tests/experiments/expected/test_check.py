@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
+from fakes import BASE, PAPER
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.claims import Verdict
@@ -13,20 +14,16 @@ from experiments.measure.records import Row, RowsError, write_rows
 from experiments.report import expected
 from experiments.report.expected import CPU_FLOOR, FLOOR, TIMES, hold_rows, other_speed, ranges
 from experiments.report.machines import machine_of
-from tests.experiments.report.report_rows import PAPER, decode_rows
+from tests.experiments.report.report_rows import decode_rows
 
-BASE = Row(
-    figure="8", panel="", system="SGMV", workload="Distinct", model="", hardware="h200", batch_size=1, seq_len=None,
-    rank=16, metric="latency", value=10.0, unit="us", statistic="median", timer="host_clock", scale="laptop",
-    date="2026-01-02", device="A GPU",
-)  # fmt: skip
+ROW = replace(BASE, panel="", workload="Distinct", timer="host_clock", date="2026-01-02", device="A GPU")
 
 
 def made(*values: float, batches: tuple[int, ...] = (1, 8, 64), **changes: object) -> list[Row]:
     """One row per batch and value; several values are repeats 0, 1, ... and one is a row without a repeat."""
     numbers = range(len(values)) if len(values) > 1 else [None]
     return [
-        replace(BASE, **{"batch_size": batch, "repeat": repeat, "value": value * batch, **changes})
+        replace(ROW, **{"batch_size": batch, "repeat": repeat, "value": value * batch, **changes})
         for batch in batches
         for repeat, value in zip(numbers, values, strict=True)
     ]
@@ -34,9 +31,6 @@ def made(*values: float, batches: tuple[int, ...] = (1, 8, 64), **changes: objec
 
 def frame(*rows: list[Row]) -> pd.DataFrame:
     return frame_of(row for part in rows for row in part)
-
-
-# ranges
 
 
 @pytest.mark.parametrize(
@@ -95,8 +89,6 @@ def test_a_quantity_has_a_range_on_its_scale(claim, value, interval, columns, wa
     assert (line.low, line.high) == pytest.approx(wanted)
 
 
-# rows and verdicts held against ranges
-
 RECORDED = frame(made(10.0, 10.5, 9.5), made(20.0, system="Loop"))
 LOOP = made(20.0, system="Loop")
 
@@ -132,9 +124,6 @@ def test_claims_outside_and_absent_and_files_are_read_as_they_were_written(tmp_p
     path.write_text(path.read_text().replace("low", "least"), encoding="utf-8")
     with pytest.raises(RowsError, match=r"claims\.csv: .*make report ARGS=source=recorded"):
         expected.read_expected(tmp_path)
-
-
-# speeds, devices, and the command
 
 
 def test_a_speed_is_that_of_the_figures_here_and_of_any_recorded_repeat():

@@ -1,18 +1,16 @@
 """The paper's formulas against its own plotted intensities, and ceilings that make sense."""
 
 import csv
-from pathlib import Path
 
 import pytest
+from fakes import PAPER
 
 from experiments.measure.roofline import copy_bandwidth, product_flops, sgmv_flop, sgmv_intensity, sgmv_io_bytes
 from experiments.workload.popularity import popularity
 
-PAPER = Path(__file__).resolve().parents[3] / "paper_results" / "fig07_sgmv_roofline.csv"
-
 
 def paper_values(metric: str) -> list[tuple[str, int, float]]:
-    with PAPER.open(newline="", encoding="utf-8") as stream:
+    with (PAPER / "fig07_sgmv_roofline.csv").open(newline="", encoding="utf-8") as stream:
         rows = [row for row in csv.DictReader(stream) if row["metric"] == metric and row["workload"]]
     return [(row["workload"], int(row["batch_size"]), float(row["value"])) for row in rows]
 

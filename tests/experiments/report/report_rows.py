@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from experiments.harness.schema import REPOSITORY
+from fakes import PAPER
+
 from experiments.harness.settings import Folders
 from experiments.measure.records import Row
 from experiments.report.machines import Machine, machine_of
 from experiments.report.results import write_results
-
-PAPER = REPOSITORY / "paper_results"
 
 
 def folders_in(root: Path) -> Folders:

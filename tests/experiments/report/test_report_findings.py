@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from fakes import PAPER
 
 from experiments.claims.rows import Rows
 from experiments.harness.catalogue import experiments
@@ -11,7 +12,7 @@ from experiments.measure.records import Row, write_rows
 from experiments.report.findings import Sought, find, sought
 from experiments.report.machines import machine_of
 from experiments.report.results import write_results
-from tests.experiments.report.report_rows import PAPER, decode_rows
+from tests.experiments.report.report_rows import decode_rows
 
 ABOUT = {"figure": "ext fp8", "panel": "Distinct, rank 16", "model": "", "hardware": "h200", "seq_len": None}
 ABOUT |= {"rank": 16, "unit": "us", "statistic": "median", "scale": "gpu", "timer": "cuda_graph", "date": "2026-01-02"}

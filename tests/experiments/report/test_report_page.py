@@ -7,13 +7,14 @@ from html.parser import HTMLParser
 from urllib.parse import urlsplit
 
 import pytest
+from fakes import PAPER
 from PIL import Image
 
 from experiments.measure.records import write_rows
 from experiments.report.machines import machine_of
 from experiments.report.page import write_page
 from experiments.report.results import write_results
-from tests.experiments.report.report_rows import PAPER, decode_rows, folders_in, operator_rows, write_report
+from tests.experiments.report.report_rows import decode_rows, folders_in, operator_rows, write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = [

@@ -5,6 +5,7 @@ from pathlib import Path
 from shutil import copy, copytree
 
 import pytest
+from fakes import PAPER
 
 from experiments.commands.report import write_recorded
 from experiments.harness.schema import REPOSITORY
@@ -12,7 +13,7 @@ from experiments.measure.records import write_rows
 from experiments.report.machines import machine_of
 from experiments.report.major import MAJOR
 from experiments.report.reproducing import GENERATED, MARKED, MARKED_PAGES, VALUES, claims, write_marked
-from tests.experiments.report.report_rows import PAPER, decode_rows, operator_rows
+from tests.experiments.report.report_rows import decode_rows, operator_rows
 
 README = REPOSITORY / "README.md"
 PROSE = [

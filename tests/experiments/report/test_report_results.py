@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fakes import PAPER
 
 from experiments.claims.judge import DIFFERS, NOISE, NOT_MEASURED, NOT_TESTABLE, REPRODUCED, SHAPE, marked
 from experiments.commands.report import choose
@@ -17,7 +18,7 @@ from experiments.measure.records import write_rows
 from experiments.report.machines import machine_of
 from experiments.report.major import HOLD, MAJOR, PART, Major, ending, in_order
 from experiments.report.results import notes
-from tests.experiments.report.report_rows import PAPER, decode_rows, folders_in, operator_rows, write_report
+from tests.experiments.report.report_rows import decode_rows, folders_in, operator_rows, write_report
 
 FILES = [Path("outputs/cpu/claims.md"), Path("outputs/cpu/report.html")]
 
@@ -103,9 +104,6 @@ def test_the_page_counts_rows_of_older_source(places):
     assert "older source" not in write_report(places)[1]
 
 
-# the end of make reproduce
-
-
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results") / "cpu"
@@ -142,6 +140,3 @@ def test_major_claims_come_first_and_each_claim_once(here):
     assert all({"C48", "C50"} <= {*one.claims} for one in MAJOR if "C46" in one.claims)  # which flatters alone
     known, first = [one.id for one in read_claims(PAPER)], [id for one in MAJOR for id in one.claims]
     assert [one.id for one in in_order(here.verdicts)] == [*first, *(id for id in known if id not in first)]
-
-
-# REPRODUCING.md

@@ -57,18 +57,12 @@ class World:
             self.policy.end_step(gpu)
 
 
-# one request after the other
-
-
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [("punica", "cccbb"), ("released", "cccbb"), ("least_loaded", "cbacb"), ("round_robin", "abcab")],
 )
 def test_where_five_equal_requests_go(rule: str, expected: str) -> None:
     assert World(rule, batch=3).ask(1, 5) == expected
-
-
-# llm-d
 
 
 def test_llm_d_returns_to_the_home_of_an_adapter_that_has_no_request_there() -> None:
@@ -89,9 +83,6 @@ def test_llm_d_opens_a_second_home_when_the_first_is_saturated_but_no_third() ->
     assert set(world.ask(1, count=8)) == {"c"}
     assert set(world.ask(1, count=4)) <= {"c", "d"}  # both saturated, as many as there may be
     assert world.ask(2) in "ab"
-
-
-# Dynamo
 
 
 def test_dynamo_sends_a_rare_adapter_to_the_same_gpu_whatever_its_load() -> None:
@@ -120,9 +111,6 @@ def test_dynamo_grows_a_set_with_the_load_and_shrinks_it_late() -> None:
     assert size(1) < 8
 
 
-# Ray Serve
-
-
 def test_ray_serve_takes_the_smaller_of_two_with_the_adapter() -> None:
     world = World("ray_serve", "abcdef")
     world.put("a", 1, count=5)
@@ -130,9 +118,6 @@ def test_ray_serve_takes_the_smaller_of_two_with_the_adapter() -> None:
     assert set(world.ask(1, count=3)) == {"b"}  # the only two that have it
     world.put("c", 2, count=3)
     assert set(world.ask(9)) <= set("def"), "of those with the fewest adapters"
-
-
-# LoRAServe
 
 
 def test_loraserve_gives_each_gpu_similar_ranks_and_an_equal_part_of_the_demand() -> None:
@@ -148,9 +133,6 @@ def test_loraserve_gives_each_gpu_similar_ranks_and_an_equal_part_of_the_demand(
     for part, rank in zip(found.values(), (8, 16, 32, 64), strict=True):
         assert len(part) == pytest.approx(len(asked) / 6, rel=0.25)
         assert Counter(part)[rank] > 0.6 * len(part)
-
-
-# the paper's consolidation
 
 
 def placed_apart(rule: str, small: int, large: int, pages: int = 4000, steps: int = Consolidating.PERIOD) -> World:
@@ -182,9 +164,6 @@ def test_consolidation_moves_all_requests_to_the_larger_working_set() -> None:
 def test_nothing_moves_without_room_or_a_larger_working_set_or_within_a_period(small, large, pages, steps) -> None:
     world = placed_apart("punica_consolidating", small, large, pages, steps)
     assert world.policy.begin_step("a").evicted == ()
-
-
-# every rule
 
 
 def zipf_trace(count: int, rate: float, longest: int, workload: str = "Zipf") -> Trace:

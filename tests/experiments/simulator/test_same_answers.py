@@ -126,31 +126,3 @@ def test_no_rule_evicts_before_its_pages_run_short(rule):
         policy.end_step(gpu.uuid)
     assert gpu.step >= 5
     assert policy.rule.must_evict(gpu)
-
-
-def decoding_gpu() -> Gpu:
-    policy = cluster("punica", gpus=1, pages=60, page_size=4)
-    for name, tokens in (("a", 5), ("b", 6), ("c", 12)):
-        policy.submit(name, tokens, 100)
-    policy.place()
-    for _ in range(3):
-        policy.begin_step("gpu-0000")
-        policy.end_step("gpu-0000")
-    return policy.gpus["gpu-0000"]
-
-
-@pytest.mark.parametrize("steps", [1, 3, 4, 9, 60, 70])
-def test_a_gpu_advances_as_by_single_steps_and_tells_how_far_its_pages_last(steps):
-    one, many = decoding_gpu(), decoding_gpu()
-    last, fit = (many.steps_that_fit(1000, spare) for spare in (True, False))
-    assert many.steps_that_fit(steps, spare=True) == min(steps, last)
-    assert many.steps_that_fit(steps, spare=False) == min(steps, fit)
-    had_spare = fitted = 0
-    for _ in range(steps):
-        had_spare += one.free_pages >= 3
-        fitted += one.free_pages >= one.pages_to_grow()
-        one.begin_step(())
-    many.advance(steps)
-    assert (many.step, many.used_pages) == (one.step, one.used_pages)
-    assert (had_spare, fitted) == (min(steps, last), min(steps, fit))
-    assert fit > last

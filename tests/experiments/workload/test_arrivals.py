@@ -1,15 +1,12 @@
 """Arrival times: rates, seeds, and the profile of Figure 13."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import scipy.stats
+from fakes import PAPER
 
 from experiments.facts.paper import read_figure
 from experiments.workload import independent_seeds, plotted_rate, poisson_arrivals, profile_arrivals
-
-PAPER = Path(__file__).parents[3] / "paper_results"
 
 
 def test_constant_rate_has_exponential_gaps_of_a_seed():

@@ -1,11 +1,11 @@
 """Request lengths and the batches that they form, against the paper's code to the digit; lengths of another scale."""
 
 import csv
-from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.stats
+from fakes import PAPER
 
 from experiments.claims.text import ONE_ADAPTER, decode_steps_of_one_adapter, mean_batch, replay, share
 from experiments.workload import released_lengths, scaled_lengths, stated_lengths
@@ -29,7 +29,7 @@ OF_STEPS = {
     "frac_full": lambda steps, _: share(steps, 32, 32),
     "frac_bs_1_3": lambda steps, _: share(steps, 1, 3),
 }
-with (Path(__file__).parents[3] / "paper_results" / "workload_reference.csv").open(newline="") as _stream:
+with (PAPER / "workload_reference.csv").open(newline="") as _stream:
     REFERENCE = list(csv.DictReader(_stream))
 LINES = [line for line in REFERENCE if line["item"] == "request generator"]
 REPLAYS = [line for line in REFERENCE if line["item"].startswith("scheduling simulation")]

@@ -2,10 +2,10 @@
 
 import csv
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes import PAPER
 
 from experiments.workload import (
     WORKLOADS,
@@ -18,7 +18,7 @@ from experiments.workload import (
 )
 from experiments.workload.popularity import shares_of_groups, uniform
 
-with (Path(__file__).parents[3] / "paper_results" / "workload_reference.csv").open(newline="") as _stream:
+with (PAPER / "workload_reference.csv").open(newline="") as _stream:
     GROUPS = [
         (line["workload"], int(line["num_requests"]), [int(size) for size in line["value"].split()])
         for line in csv.DictReader(_stream)
@@ -54,9 +54,6 @@ def test_shuffle_is_the_released_one():
     np.random.Generator(np.random.PCG64(0xABCDABCD987)).shuffle(expected)
     assert popularity("Uniform").requests(16).tolist() == expected.tolist()
     assert popularity("Uniform").requests(16, seed=1).tolist() != expected.tolist()
-
-
-# shares of a given number of adapters
 
 
 @pytest.mark.parametrize("name", ["Uniform", "Skewed", "Zipf"])
@@ -98,8 +95,6 @@ def test_another_pattern_has_the_shares_of_its_own_groups(monkeypatch, rule, sha
     monkeypatch.setitem(WORKLOADS._entries, "Mine", rule)
     assert adapter_shares("Mine", 4) == pytest.approx(shares)
 
-
-# over time
 
 ARRIVALS = np.linspace(0.0, 90.0, 30_000, endpoint=False)
 SHARES = adapter_shares("Zipf", 50)
