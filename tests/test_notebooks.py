@@ -23,16 +23,8 @@ from experiments.fig09_lora_ranks import EXPERIMENT as FIG9
 from experiments.harness.experiment import Experiment
 from experiments.measure.records import COLUMNS, Row, write_rows
 from experiments.plots.draw import draw
-from notebooks.stored_rows import (
-    SideBySide,
-    StoredRows,
-    as_markdown,
-    contest,
-    growth,
-    how_to_measure,
-    of_the_roof,
-    relative_to,
-)
+from notebooks import stored_rows
+from notebooks.stored_rows import SideBySide, StoredRows
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "paper_results"
@@ -156,9 +148,9 @@ def test_recorded_rows_win_and_are_never_mixed(tmp_path: Path) -> None:
     assert stored.folder == recorded
     assert [stored.has(experiment) for experiment in OPERATORS] == [False, True, False]
     for hardware, experiment, scale in (("h200", MANY, "gpu"), ("h200", FIG8, "paper")):
-        how = how_to_measure(StoredRows(tmp_path, hardware), experiment)
+        how = stored_rows.how_to_measure(StoredRows(tmp_path, hardware), experiment)
         assert f"figures=[{experiment.name}] hardware=h200 scale={scale}" in how
-    assert "scale" not in how_to_measure(stored, MANY)
+    assert "scale" not in stored_rows.how_to_measure(stored, MANY)
 
 
 @pytest.mark.slow
@@ -200,11 +192,11 @@ def frames() -> tuple[pd.DataFrame, pd.DataFrame]:
 @pytest.mark.parametrize(
     ("make", "columns", "rows"),
     [
-        (growth("latency", "workload"), ["workload", "measured: latency, batch 8 / batch 1", "paper, A100"],
+        (stored_rows.growth("latency", "workload"), ["workload", "measured: latency, batch 8 / batch 1", "paper, A100"],
          [["Distinct", 3.0, 24.0], ["Identical", 1.5, 12.0]]),
-        (relative_to("SGMV"), ["workload", "system", "measured: latency / SGMV, batch 8", "paper, A100"],
+        (stored_rows.relative_to("SGMV"), ["workload", "system", "measured: latency / SGMV, batch 8", "paper, A100"],
          [["Distinct", "Loop", 4.0, 4.0], ["Identical", "Loop", 1.5, 1.5]]),
-        (contest("SGMV"), None, [["Loop", "2 of 3", 0.5, 4.0, 0.5]]),
+        (stored_rows.contest("SGMV"), None, [["Loop", "2 of 3", 0.5, 4.0, 0.5]]),
     ],
     ids=["growth", "at the largest batch", "cells that both have"],
 )  # fmt: skip
@@ -224,7 +216,7 @@ def test_part_of_the_roof() -> None:
         lines.append(("", workload, batch, "arithmetic_intensity", intensity))
         lines.append(("", workload, batch, "achieved_flops", flops))
     frame = pd.DataFrame(lines, columns=["panel", "workload", "batch_size", "metric", "value"])
-    table = of_the_roof(frame.assign(statistic="value"), frame)
+    table = stored_rows.of_the_roof(frame.assign(statistic="value"), frame)
     assert table.iloc[:, 0].tolist() == ["Distinct", "Identical"]
     assert table.iloc[:, 1].tolist() == pytest.approx([0.5, 0.5])
     assert table.iloc[:, 2].tolist() == pytest.approx([0.5, 0.5])
@@ -232,5 +224,5 @@ def test_part_of_the_roof() -> None:
 
 def test_markdown_table() -> None:
     frame = pd.DataFrame({"name": ["a|b", "c"], "value": [1234.5678, float("nan")]})
-    lines = as_markdown(frame).data.splitlines()
+    lines = stored_rows.as_markdown(frame).data.splitlines()
     assert lines == ["| name | value |", "| --- | --- |", "| a\\|b | 1.23e+03 |", "| c | - |"]

@@ -128,9 +128,6 @@ class Wish(NamedTuple):
     new: int
 
 
-# --- helpers ---------------------------------------------------------------------------------------------------------
-
-
 def finish(engine: Engine, patience: int = 20_000) -> dict[str, GenerationResult]:
     """Step until all requests have ended; return the results of steps, and check that the engine keeps nothing."""
     results = {}
@@ -237,8 +234,6 @@ def adapter_of_the_ends(backbone: Any, folder: Path) -> tuple[LoRARequest, trans
     save_file(tensors, path / "adapter_model.safetensors")
     return LoRARequest("ends", 9, str(path)), merged
 
-
-# --- tokenizers -----------------------------------------------------------------------------------------------------
 
 BEGIN, END = 256, 257
 VOCAB = 258

@@ -124,6 +124,11 @@ def measured(tmp_path, experiment: Experiment, *overrides: str) -> tuple[Outcome
     return outcome, read_rows(outcome.rows_file)
 
 
+def git(root, *words: str) -> str:
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def interpreted(code: str, *words: str) -> list[str]:
     """The lines that `code` prints in Triton's interpreter, in a process of its own."""
     pytest.importorskip("triton")

@@ -1,4 +1,4 @@
-"""A serving system is added by a class with its entry, and this test: everything else finds it by itself."""
+"""A serving system is added by an entry: all else finds it. `docs/extending.md` adds one and checks its tokens."""
 
 import pytest
 from fakes import settled
@@ -8,9 +8,7 @@ from tiny import tiny_world
 from experiments.facts import systems
 from experiments.facts.systems import FIG11, LOAD, SYSTEMS, System
 from experiments.fig11_textgen import EXPERIMENT
-from experiments.systems.check import check_tokens
 from experiments.systems.engine_systems import EngineSystem
-from experiments.systems.loaded import Loaded, check_system
 from experiments.systems.serving import built
 from experiments.systems.stream import paper_stream, timeline_of
 from punica.scheduling import ADMISSION_RULES, AdmissionRule
@@ -28,27 +26,13 @@ class Rule(AdmissionRule):
         return not admitted
 
 
-class NewestFirst(EngineSystem):
-    """Its rule, and adapters that stay, in twice as many slots as a batch can use."""
-
-    def lora_config(self, config):
-        return config.lora_config(self.world.rank, max_loras=2 * config.full_slots, max_cpu_loras=1000)
-
-
 @pytest.fixture(autouse=True)
 def added(monkeypatch):
     monkeypatch.setitem(ADMISSION_RULES._entries, NAME, Rule)
-    entry = System(NAME, NewestFirst, NAME, figures=(FIG11, LOAD), baseline=True)
+    entry = System(NAME, EngineSystem, NAME, figures=(FIG11, LOAD), baseline=True)
     monkeypatch.setitem(SYSTEMS._entries, NAME, entry)
     yield
     ConfigStore.instance().repo.get("system", {}).pop(f"{NAME}.yaml", None)
-
-
-def test_its_tokens_are_right_on_a_stream_and_under_load():
-    jobs, system = paper_stream("Skewed", 6, 48, 256), built(NAME, tiny_world())
-    assert check_tokens(system, jobs).tokens == 1.0
-    assert len(system.engine.manager.lora_index_to_id) == 2 * system.engine.config.full_slots
-    check_system(Loaded(tiny_world(), NAME), jobs, 5, 4)
 
 
 @pytest.mark.parametrize("workload", ["Distinct", "Identical"])

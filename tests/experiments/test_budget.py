@@ -13,8 +13,6 @@ from experiments.harness.resume import run
 from experiments.measure.records import read_rows
 
 FOUR = ("figure.batch_sizes=[1,2,4,8]",)
-COST = 14
-"""Measurements' worth of time in twelve, as the first takes three times as much."""
 
 
 class Machine:
@@ -41,16 +39,13 @@ class Machine:
 
 
 class Working(Fake):
-    """Takes `seconds` per measurement on the machine that shares are for, three times as much and its `set_up` for the
-    first; all but the first are `endless`.
-    """
+    """Takes `seconds` on the machine of the shares, three times as much at first; all but the first are `endless`."""
 
-    def __init__(self, machine, seconds, endless=False, set_up=0.0):
+    def __init__(self, machine, seconds, endless=False):
         super().__init__()
-        self.machine, self.seconds, self.endless, self.set_up = machine, seconds, endless, set_up
+        self.machine, self.seconds, self.endless = machine, seconds, endless
 
     def measure(self, cfg, point):
-        self.machine.now += 0.0 if self.measured else self.set_up
         self.machine.work(self.seconds * (1 if self.measured else 3) * (1e6 if self.measured and self.endless else 1))
         return super().measure(cfg, point)
 
@@ -65,16 +60,6 @@ def on(monkeypatch):
         return machine
 
     return made
-
-
-def reproduce(tmp_path, machine, shares, seconds, endless=""):
-    """One figure of twelve measurements per share, as the command runs them; outcomes by name. It ends in time."""
-    deadline, found = Deadline(shares, clock=machine), {}
-    for name in shares:
-        working = Working(machine, seconds(name), name == endless)
-        found[name] = run(composed(tmp_path / name, *GRID, *FOUR), working, deadline.budget(name))
-    assert machine.now <= 60 * (sum(shares.values()) + GRACE * shares[name])
-    return found
 
 
 @pytest.mark.parametrize(
@@ -97,8 +82,13 @@ def test_the_time_left_is_shared_out_to_later_figures(minutes, takes):
 
 
 def test_one_figure_whose_second_point_is_endless_does_not_starve_the_others(tmp_path, on):
-    found = reproduce(tmp_path, on(), dict.fromkeys("abcd", 1.0), lambda name: 3.0, endless="b")
-    assert {name: outcome.left_out for name, outcome in found.items()} == {"a": 0, "b": 11, "c": 0, "d": 0}
+    machine = on()
+    deadline = Deadline(dict.fromkeys("abcd", 1.0), clock=machine)
+    for name in "abcd":
+        working = Working(machine, 3.0, endless=name == "b")
+        outcome = run(composed(tmp_path / name, *GRID, *FOUR), working, deadline.budget(name))
+        assert outcome.left_out == (11 if name == "b" else 0)
+    assert machine.now <= 60 * (4 + GRACE)
 
 
 def test_after_the_deadline_every_figure_has_its_first_point_and_a_second_run_the_next(tmp_path, on):

@@ -15,18 +15,16 @@ from omegaconf import OmegaConf
 from experiments.commands import report, reproduce
 from experiments.commands.batch import batch_main
 from experiments.harness.catalogue import experiments
+from experiments.harness.command import or_exit
 from experiments.harness.passes import Outcome
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.measure.records import Row, read_rows, write_rows
 from tests.experiments.report.report_rows import decode_rows
 
 
-def python(*words: str, **more) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=REPOSITORY, check=False, **more)
-
-
 def command(module: str, *words: str, **more) -> subprocess.CompletedProcess[str]:
-    return python("-m", f"experiments.{module}", *words, **more)
+    line = [sys.executable, "-m", f"experiments.{module}", *words]
+    return subprocess.run(line, capture_output=True, text=True, cwd=REPOSITORY, check=False, **more)
 
 
 def alone(folder: Path) -> list[str]:
@@ -46,6 +44,24 @@ def test_a_folder_that_cannot_be_written_is_one_line_before_anything_is_measured
     for done in (blocked, full):
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
         assert done.stderr.startswith(f"error: cannot write in {tmp_path}")
+
+
+@pytest.mark.parametrize(("name", "ending"), [("ray", SystemExit), ("experiments.none", ModuleNotFoundError)])
+def test_a_package_of_an_extra_that_is_missing_is_one_line_that_says_which(capsys, name, ending):
+    def work():
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    with pytest.raises(ending):
+        or_exit(work)
+    assert (".[cluster]" in capsys.readouterr().err) is (name == "ray")
+
+
+def test_a_script_runs_by_its_path_from_another_folder_and_writes_nothing_there(tmp_path):
+    words = [sys.executable, str(REPOSITORY / "experiments/fig08_lora_operator.py"), "--cfg", "job", "hardware=cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONSAFEPATH": "1"}
+    told = subprocess.check_output(words, text=True, cwd=tmp_path, env=environment)
+    assert "outputs: outputs" in told
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

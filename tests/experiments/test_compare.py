@@ -73,15 +73,6 @@ def test_what_cannot_be_divided_has_no_ratio_and_is_left_out_of_the_mean(a, b):
     assert mean_text(pairs).startswith("4.000 over 1 of 2 rows")
 
 
-def test_repeats_are_compared_by_the_median_of_the_undisturbed_ones(tmp_path):
-    """It compared the last of the file, here 2.5 with 90, for the 10 with 20 that figures and claims show."""
-    turns = {"a": ((9.0, False), (10.0, False), (11.0, False), (2.5, True)), "b": ((20.0, True), (5, True), (90, True))}
-    for name, values in turns.items():
-        stored(tmp_path, name, [replace(BASE, value=us, repeat=i, disturbed=d) for i, (us, d) in enumerate(values)])
-    (pair,) = join(load("a", tmp_path / "a.csv"), load("b", tmp_path / "b.csv")).itertuples()
-    assert (pair.a, pair.b, pair.ratio) == (10, 20, 2)
-
-
 def test_recorded_points_are_those_of_the_figure_and_of_the_claims():
     """186 of these 432 points were more than 1 % off, the worst 2.36 times."""
     path = REPOSITORY / "results" / "h200" / "fig08_lora_operator.csv"

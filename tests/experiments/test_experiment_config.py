@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from fakes import Fake, composed
+from fakes import Fake, composed, points_of, settled
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -25,8 +25,7 @@ GPU_ONLY = ("ext_operator_tables", "ext_expert_tables", "ext_servers")
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_every_experiment_composes_and_has_points(tmp_path, name, scale):
     hardware = "h200" if name in GPU_ONLY else "cpu"
-    cfg = settle(composed(tmp_path, f"scale={scale}", f"hardware={hardware}", name=name), ALL[name])
-    points = ALL[name].points(cfg)
+    points = points_of(tmp_path, ALL[name], f"scale={scale}", f"hardware={hardware}")
     assert points
     assert len({point.key() for point in points}) == len(points), "two points with one key would overwrite each other"
 
@@ -73,15 +72,14 @@ def test_a_mistake_is_one_sentence_with_value_limit_and_remedy(tmp_path, capsys,
 
 
 def test_what_the_schema_has_is_taken_with_a_plus_too(tmp_path):
-    cfg = composed(tmp_path, "++scale.repeats=4", "+figure.minutes.smoke=1", name="fig11_textgen")
-    settled = settle(cfg, ALL["fig11_textgen"])
-    assert (settled.scale.repeats, settled.figure.minutes["smoke"]) == (4, 1.0)
+    cfg = settled(tmp_path, ALL["fig11_textgen"], "++scale.repeats=4", "+figure.minutes.smoke=1")
+    assert (cfg.scale.repeats, cfg.figure.minutes["smoke"]) == (4, 1.0)
 
 
 @pytest.mark.parametrize(("slug", "ceilings", "flush"), [("h200", (4800, 989), 256), ("rtx-4090", (None, None), 256)])
 def test_hardware_auto_fills_in_the_ceilings_of_a_known_gpu(tmp_path, monkeypatch, slug, ceilings, flush):
     monkeypatch.setattr(environment, "hardware_slug", lambda: slug)
-    cfg = settle(composed(tmp_path, "scale=laptop", "hardware=auto"), ALL["fig07_sgmv_roofline"])
+    cfg = settled(tmp_path, ALL["fig07_sgmv_roofline"], "scale=laptop", "hardware=auto")
     found = cfg.hardware
     assert (found.name, found.device, found.dtype.name, found.flush_mib) == (slug, "cuda", "float16", flush)
     assert (found.bandwidth_gb_s, found.tflop_s) == ceilings
@@ -117,7 +115,7 @@ def test_a_run_that_names_no_scale_has_that_of_its_hardware_and_its_memory(
 def test_a_cpu_empties_its_caches_beyond_the_last_level_that_it_reports(tmp_path, monkeypatch, l3, flush):
     monkeypatch.setattr(environment, "l3_mib", lambda: l3)
     for words, expected in ((["scale=laptop"], flush), (["scale=laptop", "hardware.flush_mib=7"], 7)):
-        assert settle(composed(tmp_path, *words), OPERATORS).hardware.flush_mib == expected
+        assert settled(tmp_path, OPERATORS, *words).hardware.flush_mib == expected
 
 
 def test_smoke_rows_are_apart(tmp_path):

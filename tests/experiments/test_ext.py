@@ -1,13 +1,22 @@
-"""Adapters in FP8: every system computes what it holds, or is not timed."""
+"""Extensions of few tests: FP8 adapters, training, mixtures, speculation, and the price of LoRA."""
 
 import pytest
 import torch
 from fakes import composed, measured, settled
 
 from experiments import ext_fp8 as fp8
-from experiments.benches import fp8_operator, operators
+from experiments.benches import fp8_operator, mixtures, operators
+from experiments.benches.engine_steps import EngineSteps
+from experiments.benches.training import Training
+from experiments.ext_mixtures import EXPERIMENT as MIXTURES
+from experiments.ext_price_of_lora import BASES, EACH, FP8_EACH, NONE, bytes_moved
+from experiments.ext_price_of_lora import EXPERIMENT as PRICE
+from experiments.ext_speculation import ADAPTERS, SYSTEMS
+from experiments.ext_speculation import EXPERIMENT as SPECULATION
+from experiments.ext_training import EXPERIMENT as TRAINING
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
+from experiments.measure import roofline
 from experiments.measure.records import read_rows
 
 FP8 = fp8.EXPERIMENT
@@ -22,15 +31,6 @@ def test_every_system_is_measured(tmp_path):
     assert {row.metric for row in rows} == metrics
     latencies = [row.value for row in rows if row.metric == "latency" and row.statistic == "median"]
     assert (len(latencies), min(latencies) > 0) == (8, True)
-
-
-@pytest.mark.gpu
-def test_fp8_is_measured_on_a_gpu(tmp_path):
-    words = ["hardware=auto", "figure.h1=128", "figure.h2=256", "figure.batch_sizes=[7]"]
-    words += ["system.names=[SGMV,FP8 w8a8]"]  # with which no model is computed
-    outcome = run(composed(tmp_path, *words, name=FP8.name), FP8)
-    assert (outcome.failed, outcome.measured) == ([], outcome.points)
-    assert "cuda_graph" in {row.timer for row in read_rows(outcome.rows_file)}
 
 
 def test_bytes_by_arithmetic(tmp_path):
@@ -57,3 +57,74 @@ def test_wrong_scales_fail_the_check(tmp_path, monkeypatch):
     monkeypatch.setattr(fp8_operator, "quantised", lambda *_: next(answers))
     with pytest.raises(CheckFailed, match="FP8 e4m3 differs"):
         fp8_operator.checked_calls(batches[:1], "FP8 e4m3")
+
+
+def test_every_way_is_timed_with_its_lora_part(tmp_path):
+    words = "figure.parts=[q_proj]", "figure.adapters=[2]", "figure.tokens=[8,40]"
+    run(composed(tmp_path, *words, name="ext_training"), TRAINING)
+    rows = read_rows(tmp_path / "cpu" / "smoke" / "rows" / "ext_training.csv")
+    metrics = ("latency", "lora_latency", "lora_forward", "lora_backward")
+    expected = {(system, metric) for system in ("loop", "grouped_mm", "SGMV") for metric in metrics}
+    assert {(row.system, row.metric) for row in rows} == expected | {("one by one", "latency")}
+    assert {row.seq_len for row in rows} == {8}  # up to most_rows
+
+
+@pytest.mark.parametrize("wrong", range(4))
+def test_a_wrong_gradient_is_not_timed(wrong, monkeypatch):
+    part = Training(16, 24, (2, 5, 4), torch.empty(0), 0)
+    part.check("SGMV")
+    found = [one * (1 + 1e-3 * (i == wrong)) for i, one in enumerate(part.run("SGMV"))]
+    monkeypatch.setattr(part, "run", lambda system: found)
+    with pytest.raises(CheckFailed, match=f"{('y', 'dx', 'dA', 'dB')[wrong]} of SGMV"):
+        part.check("SGMV")
+
+
+@pytest.mark.parametrize("system", mixtures.SYSTEMS)
+def test_systems_are_checked(tmp_path, monkeypatch, system) -> None:
+    cfg = settled(tmp_path, MIXTURES)
+    workload = "Identical" if system == "PEFT layer" else "Distinct"
+    assert [system] == [*mixtures.checked_calls(cfg, [system], workload, 3, 10, 8)]
+    assert system in {point.system for point in MIXTURES.points(cfg) if point.workload == workload}
+    genuine = mixtures.expected
+    monkeypatch.setattr(mixtures, "expected", lambda problem, lists: 1.01 * genuine(problem, lists))
+    with pytest.raises(CheckFailed, match=system):
+        mixtures.checked_calls(cfg, [system], workload, 3, 10, 8)
+
+
+def test_readings_of_a_cell(tmp_path, monkeypatch) -> None:
+    cfg = settled(tmp_path, SPECULATION, "figure.drafts=[0,7]", "figure.batch_sizes=[2]")
+    cells = list(SPECULATION.together(SPECULATION.points(cfg)))
+    assert [(points[0].panel, [SYSTEMS[one.system] for one in points]) for points in cells] == [
+        (panel, [0, 7]) for panel in ADAPTERS
+    ]
+    found = []
+    for readings in SPECULATION.measure_together(cfg, cells[2]):
+        found.append({one.metric: one.value for one in readings if one.statistic in ("median", "value")})
+    assert [one["break_even"] for one in found] == [one["step_latency"] / found[0]["step_latency"] for one in found]
+    monkeypatch.setattr(SPECULATION._bench(cfg).engine.scheduler, "draft", lambda request, most: [1])
+    with pytest.raises(CheckFailed, match="7 drafts"):
+        SPECULATION.measure_together(cfg, cells[2])
+    SPECULATION.release()
+
+
+@pytest.mark.parametrize(("base", "system"), [("plain", EACH), ("FP8 weights", NONE), ("FP8 both", FP8_EACH)])
+def test_bytes_are_those_of_an_engine(tmp_path, base: str, system: str) -> None:
+    cfg = settled(tmp_path, PRICE, f"figure.bases=[{base}]")
+    point = next(one for one in PRICE.points(cfg) if (one.system, one.batch_size) == (system, 3))
+    weights, cache = BASES[base]
+    bench = EngineSteps.of_llama(cfg.model, 16, 3, 16, "cpu", weights, system == FP8_EACH, fp8_kv_cache=cache)
+    memory, table = bench.engine.memory, bench.engine.runner.model.lm_head.weight.nbytes  # as large as the embedding
+    read = memory.weights - table + 3 * 16 * memory.token_bytes
+    slot = sum(layer.slot_bytes for name, layer in bench.engine.manager.modules.items() if ".layers." in name)
+    assert bytes_moved(cfg.model, point) == read + (0 if system == NONE else 3 * slot)
+
+
+def test_readings_of_every_system(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(roofline, "copy_bandwidth", lambda device: 1e9)
+    cfg = settled(tmp_path, PRICE, "figure.bases=[FP8 both]")
+    for points in PRICE.together(PRICE.points(cfg)):
+        for point, readings in zip(points, PRICE.measure_together(cfg, points), strict=True):
+            values = {one.metric: one.value for one in readings if one.statistic in ("median", "value")}
+            assert ("added_latency" in values) == (point.system != NONE)
+            assert values["floor"] == values["bytes_moved"] / 1e6 < 1e3 * values["step_latency"]
+    PRICE.release()

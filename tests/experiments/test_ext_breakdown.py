@@ -22,7 +22,6 @@ from punica.engine.runner import ModelRunner
 
 PROTOCOL = Protocol("host_clock", "cpu", warmup=0, repeats=2, min_repeats=2, seconds=0.0, flush_mib=0)
 CUBLAS = "nvjet_hsh_64x8_64x16_4x1_v_bz_TNN"
-ATTEND = "_decode_attention_kernel"
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +87,16 @@ def shape(decodes=3, context=17, prompt=0, adapters=None):
     return StepShape(decodes, context, prompt, tuple(range(1, requests + 1)) if adapters is None else adapters)
 
 
-def test_a_step_is_the_one_that_was_asked_for(bench):
+def test_a_step_is_the_one_that_was_asked_for_until_the_batch_shrinks(bench):
     bench.begin(shape())
     assert [state.num_tokens for state in bench.engine.scheduler.running] == [17] * 3
     first, second = bench.step(), bench.step()
     assert [step.statistics.batch_size for step in (first, second)] == [3, 3]
     assert [state.num_tokens for state in bench.engine.scheduler.running] == [19] * 3
+    for _ in range(ROOM - 3):
+        bench.step()
+    with pytest.raises(CheckFailed, match=r"\(0, 0, False\), wanted is \(3, 0, True\)"):
+        bench.step()
     bench.begin(shape(2, prompt=20, adapters=(1, 1, 1)))
     for _ in range(2):
         mixed = bench.step().statistics
@@ -101,14 +104,6 @@ def test_a_step_is_the_one_that_was_asked_for(bench):
     bench.begin(shape(0, prompt=20, adapters=(0,)))
     alone = bench.step().statistics
     assert (alone.batch_size, alone.num_prefill_tokens, alone.num_segments) == (1, 20, 0)
-
-
-def test_a_batch_that_shrank_is_not_timed(bench):
-    bench.begin(shape())
-    for _ in range(ROOM - 1):
-        bench.step()
-    with pytest.raises(CheckFailed, match=r"\(0, 0, False\), wanted is \(3, 0, True\)"):
-        bench.step()
 
 
 def test_adapters_that_are_not_applied_are_seen(bench, monkeypatch):
@@ -241,8 +236,8 @@ def test_a_prompt_joins_a_step_that_is_launched_beside_the_one_before(bench, mon
 
     def scripted(work):
         work()
-        ends = [(0.0, CUBLAS), (1.0, "argmax"), (2.0, CUBLAS), (3.0, "argmax"), (4.0, ATTEND), (5.0, "argmax")]
-        return [Kernel(name, time, time + 0.5) for time, name in ends] + [Kernel(CUBLAS, 6.0, 6.5)]
+        names = CUBLAS, "argmax", CUBLAS, "argmax", "_decode_attention_kernel", "argmax", CUBLAS
+        return [Kernel(name, time, time + 0.5) for time, name in enumerate(names)]
 
     monkeypatch.setattr(step_parts, "watched_kernels", scripted)
     bench.settle(mixed)

@@ -163,10 +163,8 @@ def test_the_first_round_warms_up(monkeypatch):
 def test_a_stream_has_its_adapters_in_memory_and_counts_to_the_last_token(monkeypatch):
     engine = Scripted(monkeypatch)
     measurement = Measurement(engine, {"rounds": 1, "adapters": {"a": "/a", "b": "/b"}})
-    assert measurement.stream([[1]] * 3, {"": [0] * 3}, [4, 6, 8], warm=1) == {
-        "seconds": {"": [19.0]},
-        "first": {"": 7.0},
-    }
+    found = measurement.stream([[1]] * 3, {"": [0] * 3}, [4, 6, 8], warm=1)
+    assert found == {"seconds": {"": [19.0]}, "first": {"": 7.0}}
     assert engine.log == [(1, 1), (0, 4), (0, 4)]
 
 
@@ -202,14 +200,11 @@ def test_a_stream_has_new_prompts_and_the_same_lengths_and_adapters_again():
     def drawn(workload, seed=0):
         return list(islice(Stream(workload, names, 6, [9, 6], 64, seed).jobs(), 12))
 
-    sizes = {
-        name: sorted(Counter(job.model for job in drawn(name)).values()) for name in ("Distinct", "Uniform", "Skewed")
-    }
-    assert sizes == {"Distinct": [2] * 6, "Uniform": [4] * 3, "Skewed": [2, 2, 4, 4]}
+    for name, sizes in {"Distinct": [2] * 6, "Uniform": [4] * 3, "Skewed": [2, 2, 4, 4]}.items():
+        assert sorted(Counter(job.model for job in drawn(name)).values()) == sizes
     jobs = drawn("Distinct")
-    assert [(job.model, len(job.prompt), job.new_tokens) for job in jobs[:6]] == [
-        (job.model, len(job.prompt), job.new_tokens) for job in jobs[6:]
-    ]
+    shapes = [(job.model, len(job.prompt), job.new_tokens) for job in jobs]
+    assert shapes[:6] == shapes[6:]
     assert [job.prompt for job in jobs[:6]] != [job.prompt for job in jobs[6:]]
     assert jobs == drawn("Distinct") != drawn("Distinct", seed=1)
 

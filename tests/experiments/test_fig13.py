@@ -11,27 +11,14 @@ from experiments.claims.predictions import predictions
 from experiments.cluster import served as numbers
 from experiments.cluster.costs import a100_of_the_cluster, model_bytes, paper_a100
 from experiments.cluster.hour import paper_cluster, paper_hour
-from experiments.cluster.served import (
-    HOUR,
-    SHARE,
-    UNITS,
-    ServedHour,
-    Windows,
-    heat_map,
-    number_readings,
-    over_seeds,
-    over_simulated,
-    series,
-    summary,
-)
+from experiments.cluster.served import HOUR, SHARE, UNITS, ServedHour, Windows
 from experiments.cluster.simulated_hour import stream_readings
 from experiments.facts.paper import read_figure
 from experiments.fig13_cluster import EXPERIMENT as FIG13
 from experiments.harness.counted import frame_of
 from experiments.harness.points import Reading
-from experiments.simulator import StepCost, simulate
+from experiments.simulator import simulate
 
-COST = StepCost("a cost", base=0.01, row=1e-5, kv=1e-7, prefill=1e-4, rank=1e-6)
 SIZE = model_bytes("llama2-7b")
 
 
@@ -75,9 +62,9 @@ def test_the_cluster_has_the_papers_memory():
 
 def test_no_cell_has_more_requests_than_a_batch_though_places_change_hands_within_a_second():
     batch = np.array([[34, 29] * 60])  # 31.5 on the mean; capped first, 30.5
-    assert heat_map(np.full((1, 65), 37)).max() == 32
-    assert heat_map(batch)[0, 3:-3] == pytest.approx(31.5, abs=0.2)
-    said = values(summary(hour(batch)))
+    assert numbers.heat_map(np.full((1, 65), 37)).max() == 32
+    assert numbers.heat_map(batch)[0, 3:-3] == pytest.approx(31.5, abs=0.2)
+    said = values(numbers.summary(hour(batch)))
     assert said[f"{SHARE}_capped_seconds"] < 0.1 < 0.9 < said[SHARE]
     assert said["share_of_step_time_batch_ge_31"] == pytest.approx(0.5)
     assert said["mean_batch_size_of_active_cells"] <= 32
@@ -90,7 +77,7 @@ def test_the_rows_are_of_the_first_seed_and_mean_and_span_of_all():
         one = Reading("speed", next(of_seeds), "token/s", kind="simulated", cost_model="a cost")
         return [one, replace(one, metric="batch", t_s=0.0), replace(one, metric="changes", gpu=1)]
 
-    found = over_seeds(3, run)
+    found = numbers.over_seeds(3, run)
     assert values(found) == {
         "speed": 3.0, "batch": 3.0, "changes": 3.0, "speed_low": 1.0, "speed_mean": 2.0, "speed_high": 3.0, "seeds": 3,
     }  # fmt: skip
@@ -99,7 +86,7 @@ def test_the_rows_are_of_the_first_seed_and_mean_and_span_of_all():
 
 def test_what_was_measured_is_set_over_what_was_simulated():
     pair = ((24, "measured"), (16, "simulated"))
-    found = over_simulated(*(hour([[batch] * 60, [0] * 60], kind=kind) for batch, kind in pair))
+    found = numbers.over_simulated(*(hour([[batch] * 60, [0] * 60], kind=kind) for batch, kind in pair))
     ratio = {name.removeprefix("measured_over_simulated_"): value for name, value in values(found).items()}
     expected = {"mean_throughput": 1.5, "mean_batch_size_of_active_cells": 1.5, "mean_active_gpus": 1.0}
     assert ratio == pytest.approx(expected | {"mean_batch_size_of_steps": 1.5, "p99_time_to_first_token": 1.0})
@@ -115,14 +102,14 @@ def whole_hour(seconds: int = 3600) -> ServedHour:
 
 
 def test_numbers_of_an_hour_made_by_hand():
-    found = values(number_readings(whole_hour()))
+    found = values(numbers.number_readings(whole_hour()))
     assert found.keys() == UNITS.keys()
     assert (found[numbers.FIRST], found[numbers.LAST], found[numbers.EXCESS]) == (1.0, 1.0, pytest.approx(2.0))
     assert [found[name] for name in (numbers.LEAST_WOKEN, numbers.WOKEN, numbers.MOST_WOKEN)] == [0.0, 1.0, 2.0]
     assert found[numbers.PACE] == pytest.approx(32.0)
     assert found[numbers.FULL_MINUTES] == pytest.approx(51 / 71, abs=0.04)  # pixels at the edges are of two minutes
     assert 0.1 < found[numbers.CONSOLIDATED] < 0.5 < 0.99 < found[numbers.FOLLOWS]
-    assert number_readings(whole_hour(600)) == []
+    assert numbers.number_readings(whole_hour(600)) == []
 
 
 def test_the_papers_windows_give_what_it_prints():
@@ -137,11 +124,11 @@ def test_the_simulated_hour_predicts_the_paper():
     asked = paper_hour(PAPER)
     result = simulate(asked, paper_cluster("punica", SIZE), a100_of_the_cluster(PAPER))
     served = ServedHour.simulated(asked, result, 3600.0)
-    said, share = values(summary(served)), published(SHARE)
+    said, share = values(numbers.summary(served)), published(SHARE)
     assert said[SHARE] == pytest.approx(share, abs=0.05)
     # the two stricter ways to count miss the 5 points, and the report says so
     assert max(said[f"{SHARE}_capped_seconds"], said["share_of_step_time_batch_ge_31"]) < share - 0.05
-    ours = [one.value for one in series(served) if one.metric == "active_gpus_60s_mean"]
+    ours = [one.value for one in numbers.series(served) if one.metric == "active_gpus_60s_mean"]
     theirs = read_figure(PAPER, "13").query("metric == 'active_gpus_60s_mean'").sort_values("t_s")["value"]
     assert np.corrcoef(ours, theirs)[0, 1] > 0.9
 

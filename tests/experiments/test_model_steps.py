@@ -5,13 +5,10 @@ import torch
 from tiny import TINY
 
 from experiments.benches import model_steps
-from experiments.benches.model_steps import Invocation, LayerBench, check_decode, random_llama, spans
+from experiments.benches.model_steps import Invocation, check_decode, random_llama, spans
 from experiments.harness import CheckFailed
-from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import difference
 from experiments.harness.schema import DType
-
-FIG01, FIG10 = (next(iter(experiments([name]))) for name in ("fig01", "fig10"))
 
 
 @pytest.fixture
@@ -54,9 +51,3 @@ def test_on_a_gpu_a_decode_step_is_a_graph_that_follows_its_context():
     assert torch.equal(short(), expected)
     launched = invocation.forward(*invocation.begin(spans(3, 1, 17)))
     assert difference(launched, expected) < 2e-2
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_the_layer_of_figure_10_passes_its_check():
-    wide = TINY.model_copy(update=dict(hidden_size=512, intermediate_size=1024, dtype=DType.float16))
-    LayerBench(wide, 16, 4, 4096, "cuda").check([1, 2, 3, 4], 300)

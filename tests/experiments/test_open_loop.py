@@ -11,21 +11,9 @@ from experiments.benches.engine_steps import clear
 from experiments.facts.systems import ENGINE, entries
 from experiments.harness import CheckFailed
 from experiments.harness.schema import DType
+from experiments.systems import open_loop
 from experiments.systems.loaded import FromFolders, Loaded, begin_steadily, capacity_of, check_system, load
-from experiments.systems.open_loop import (
-    DISK,
-    MEMORY,
-    SLOT,
-    Arrival,
-    Trace,
-    Traced,
-    drive,
-    place_readings,
-    step_readings,
-    tail,
-    user_readings,
-    users_of,
-)
+from experiments.systems.open_loop import DISK, MEMORY, SLOT, Arrival, Trace, Traced
 from experiments.systems.serving import World
 from experiments.systems.stream import Job, paper_stream
 from experiments.systems.weights import Limits
@@ -75,7 +63,7 @@ def run(system, monkeypatch, jobs, times, measured=(0.0, 100.0), deadline=1000.0
         ticks = Ticks(system, patch, row)
         system.register({job.adapter_id for job in jobs})
         arrivals = [Arrival(system.request(job), at) for job, at in zip(jobs, times, strict=True)]
-        return drive(system.engine, arrivals, measured, deadline, system.place_of, ticks, ticks.sleep)
+        return open_loop.drive(system.engine, arrivals, measured, deadline, system.place_of, ticks, ticks.sleep)
 
 
 def capacity(system, monkeypatch, jobs, seconds) -> dict[str, float]:
@@ -93,8 +81,8 @@ def test_requests_join_when_their_time_has_passed_and_what_users_see(systems, mo
     assert [request.place for request in trace.requests] == [MEMORY, MEMORY, SLOT]
     assert [(step.live, step.prompt_rows) for step in trace.steps] == [(1, 3), (2, 3), (2, 0), (1, 3)]
     span = Span(0.25, 10.0, 0.0)
-    users = users_of(trace, span)
-    found = values([*user_readings(users, trace), *step_readings(trace, span)])
+    users = open_loop.users_of(trace, span)
+    found = values([*open_loop.user_readings(users, trace), *open_loop.step_readings(trace, span)])
     assert found["requests"] == 2, "the first came before the measured time"
     assert found["time_to_first_token"] == pytest.approx(1250)
     assert found["time_to_first_token_p95"] == pytest.approx(1000 * np.percentile([1.5, 1.0], 95))
@@ -108,7 +96,7 @@ def test_requests_join_when_their_time_has_passed_and_what_users_see(systems, mo
 
 @pytest.mark.parametrize(("samples", "far"), [(99, {"x_p95", "x_max"}), (100, {"x_p95", "x_p99", "x_max"})])
 def test_a_p99_is_of_a_hundred_samples_or_more(samples, far) -> None:
-    found = values(tail("x", range(samples), 2.0, "ms"))
+    found = values(open_loop.tail("x", range(samples), 2.0, "ms"))
     assert found.keys() == {"x", *far}
     assert found["x_max"] == 2 * (samples - 1)
 
@@ -118,7 +106,7 @@ def test_the_lifted_limit_shows_in_single_gaps_and_hardly_in_a_requests_mean(sys
     jobs, found = [Job(PROMPT, 20, 1), *[Job(PROMPT, 1, 2)] * 3], {}
     for name in ("punica", "punica_many"):
         trace = run(systems[name], monkeypatch, jobs, [0.0, 4.5, 4.5, 4.5], row=1.0)
-        readings = values(user_readings(trace.requests[:1], trace))
+        readings = values(open_loop.user_readings(trace.requests[:1], trace))
         found[name] = readings["inter_token_latency_max"], readings["time_per_output_token_max"]
     assert found == {"punica": (4000, pytest.approx(28000 / 19)), "punica_many": (10000, pytest.approx(28000 / 19))}
 
@@ -129,7 +117,7 @@ def test_those_who_are_not_done_by_the_deadline_count_and_leave(systems, monkeyp
     trace = run(system, monkeypatch, jobs, [0.0, 0.0, 0.0], deadline=6.0)
     assert [request.tokens for request in trace.requests] == [4, 2, 0]
     assert not system.engine.has_unfinished()
-    readings = user_readings(users_of(trace, Span(0.0, 1.0, 5.0)), trace)
+    readings = open_loop.user_readings(open_loop.users_of(trace, Span(0.0, 1.0, 5.0)), trace)
     assert values(readings)["unfinished"] == 2
     assert values(readings, "p90")["time_to_first_token"] > 5000, "at least until the end"
 
@@ -160,7 +148,7 @@ ALL = Span(0.0, 1.0, 1.0)
 )
 def test_a_trace_in_which_a_request_was_wronged_is_refused(requests, strangers, words) -> None:
     with pytest.raises(CheckFailed, match=words):
-        users_of(Trace(requests, [], 10.0, strangers), ALL)
+        open_loop.users_of(Trace(requests, [], 10.0, strangers), ALL)
 
 
 @pytest.mark.parametrize("name", LOADED)
@@ -204,13 +192,13 @@ def test_an_adapter_that_is_evicted_while_its_request_waits_has_to_be_loaded(wor
     trace = run(system, monkeypatch, jobs, [0.0, 0.0, 1.5, 1.6, 30.0])
     assert [request.place for request in trace.requests] == [MEMORY, MEMORY, MEMORY, SLOT, SLOT]
     assert [request.at_join for request in trace.requests] == [MEMORY, MEMORY, MEMORY, MEMORY, SLOT]
-    found = values(place_readings(trace.requests))
+    found = values(open_loop.place_readings(trace.requests))
     assert (found["slot_hit_rate"], found["slot_hit_rate_at_join"]) == (0.4, 0.2)
 
 
 def test_loading_is_told_from_reading() -> None:
     users = [replace(DONE, at_join=place, first=first) for place, first in ((SLOT, 1.0), (MEMORY, 2.0), (DISK, 8.0))]
-    found = values(place_readings(users))
+    found = values(open_loop.place_readings(users))
     wanted = {"resident": 1000, "loading": 5000, "from_memory": 2000, "from_disk": 8000}
     assert {name: found[f"time_to_first_token_{name}"] for name in wanted} == wanted
     assert found["loading_over_resident"] == 5
@@ -251,7 +239,7 @@ def test_loads_on_a_gpu(folders, tmp_path: Path) -> None:
     jobs = [Job(PROMPT, 6, 1 + int(index)) for index in drawn_adapters("Uniform", 12, 64, seed=2)]
     check_system(system, jobs, 5, 4)
     rate, span = capacity_of(system, jobs, 0.5)[0].value / 2, Span(0.1, 1.0, 20.0)
-    users = users_of(load(system, jobs, rate, span, seed=0), span)
+    users = open_loop.users_of(load(system, jobs, rate, span, seed=0), span)
     assert all(user.ended for user in users)
     assert {user.place for user in users} <= {SLOT, MEMORY, DISK}
     assert (DISK in {user.place for user in users}) == folders

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from fakes import composed, interpreted, points_of, settled
+from fakes import composed, interpreted, points_of
 
 from experiments import ext_expert_tables, ext_operator_tables
 from experiments.benches.expert_sets import TOLERANCE, ExpertSets, MoELayer
@@ -76,28 +76,6 @@ def test_on_a_cpu_they_say_what_they_need_and_measure_nothing(tmp_path, capsys, 
     outcome = run(composed(tmp_path, name=experiment.name), experiment)
     assert (outcome.points, outcome.measured, outcome.failed) == (0, 0, [])
     assert "it needs a GPU" in capsys.readouterr().err
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("table", ["A", "step", "invariant"])
-def test_a_line_is_measured_on_a_gpu(tmp_path, table):
-    for clock in ("cuda_graph", "host_clock"):
-        words = ("hardware=auto", f"figure.tables=[{table}]", f"timer={clock}")
-        cfg = settled(tmp_path, TABLES, *words)
-        found = TABLES.points(cfg)
-        for point in [point for point in found if point.panel == found[0].panel]:
-            (reading,) = TABLES.measure(cfg, point)
-            assert reading.value > 0
-    TABLES.release()
-
-
-@pytest.mark.gpu
-def test_a_batch_of_experts_is_measured_on_a_gpu(tmp_path):
-    cfg = settled(tmp_path, EXPERTS, "hardware=auto")
-    found = EXPERTS.points(cfg)
-    readings = [EXPERTS.measure(cfg, point) for point in found if point.panel == found[-1].panel]
-    assert all(one.value > 0 for each in readings for one in each)
-    EXPERTS.release()
 
 
 INTERPRETED = """

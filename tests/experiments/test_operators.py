@@ -1,4 +1,6 @@
-"""The timed operators: all of them compute the same thing, and a wrong one is not timed."""
+"""The timed operators compute the same thing, a wrong one is not timed; the faster of torch's products is used."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -9,9 +11,10 @@ from experiments.benches import operators
 from experiments.benches.model_steps import LayerBench
 from experiments.benches.operators import OPERATORS, Prepared, problems
 from experiments.fig08_lora_operator import EXPERIMENT as FIG08
-from experiments.harness import CheckFailed, Point
+from experiments.harness import CheckFailed, Point, products
 from experiments.harness.catalogue import experiments
 from experiments.harness.experiment import check
+from punica.parallel import matmul
 from punica.wrapper import PunicaWrapperCPU
 from punica.wrapper.linear import LinearMethods
 
@@ -98,3 +101,32 @@ def test_batches_of_a_graph_read_adapters_of_their_own(tmp_path):
     assert len(read) == sum(len(batch.sizes) for batch in batches) > 40
     operators.OPERATORS.get("SGMV")(batches[-1]).call()
     torch.testing.assert_close(batches[-1].y, batches[-1].expected(), rtol=1e-4, atol=1e-4)
+
+
+faster_products = products.use_faster_products.__wrapped__
+
+
+@pytest.fixture
+def default_products():
+    """What a measurement chooses ends with the test."""
+    before = dataclasses.asdict(matmul.onednn_for)
+    if matmul.onednn_linear() is None:
+        pytest.skip("this torch has no oneDNN linear")
+    yield
+    vars(matmul.onednn_for).update(before)
+
+
+@pytest.mark.usefixtures("default_products")
+@pytest.mark.parametrize("seconds", [[1.0, 2.0], [2.0, 1.0]], ids=["torch", "oneDNN"])
+def test_the_faster_product_is_used_from_then_on(seconds, monkeypatch):
+    samples = dict(zip(("torch", "oneDNN"), ([one, 3.0] for one in seconds), strict=True))
+    monkeypatch.setattr(products, "time_side_by_side", lambda *_: samples)
+    faster = "torch" if seconds[0] < seconds[1] else "oneDNN"
+    assert faster_products(hidden=8, inner=8) == {"one": faster, "several": faster}
+    called, onednn = [], matmul.onednn_linear()
+    monkeypatch.setattr(matmul, "onednn_linear", lambda: lambda x, *rest: called.append(x.shape[0]) or onednn(x, *rest))
+    weight = torch.randn(5, 8)
+    for shape in ((1, 8), (1, 1, 8), (4, 8), (2, 1, 8), (0, 8)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(matmul.linear(x, weight), x @ weight.T, atol=1e-5, rtol=1e-4)
+    assert called == ([1, 1, 4, 2] if faster == "oneDNN" else [])

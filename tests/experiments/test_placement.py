@@ -5,29 +5,11 @@ import pandas as pd
 import pytest
 from fakes import PAPER
 
-from experiments.claims.predictions import rules_table
 from experiments.cluster.hour import RANK
 from experiments.ext_placement import CROWD, DRIFT, LOAD, MIXED, load, while_full
 from experiments.harness.points import Point
 
 ABOUT = {"ranks": [8, 64], "adapters": 200}
-
-
-def test_rules_are_compared_with_punicas_over_all_loads() -> None:
-    """Loads from host and disk are added up, and the last of several rows counts."""
-    metrics = ("capacity", "gpu_seconds", "p99_time_to_first_token", "loads_from_host", "loads_from_disk")
-    parts = {
-        ("punica", "load"): (1000, 50, 90, 10, 30), ("punica", "drift"): (1000, 50, 90, 10, 10),
-        ("dynamo", "load"): (900, 100, 45, 5, 5), ("dynamo", "drift"): (1100, 75, 90, 5, 15),
-    }  # fmt: skip
-    cells = [(rule, panel, name, value) for (rule, panel), values in parts.items()
-             for name, value in zip(metrics, values, strict=True)]  # fmt: skip
-    rows = pd.DataFrame([("dynamo", "load", "capacity", 9.0), *cells], columns=["system", "panel", "metric", "value"])
-    rows = rows.assign(figure="ext placement")
-    head, _, line, *_ = rules_table(rows)
-    assert head.startswith("| rule | throughput of full GPUs / Punica's | GPU time")
-    assert line == "| dynamo | 0.90 to 1.10 | 1.50 to 2.00 | 0.50 to 1.00 | 0.25 to 1.00 |"
-    assert rules_table(rows[rows["system"] != "punica"]) == []
 
 
 def drawn(panel: str, seed: int = 1, **part):

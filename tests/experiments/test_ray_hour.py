@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -21,18 +21,8 @@ from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.measure.records import read_rows
 from punica.cluster import StepWork
 
+Step = namedtuple("Step", "runner work begin_s end_s seconds")
 WORLD = World(str(PAPER), "punica", 120, runners=2, speed_up=20, max_len=128, address="", device="cpu")
-
-
-@dataclass
-class Step:
-    """As `RunnerStep`."""
-
-    runner: str
-    work: StepWork
-    begin_s: float
-    end_s: float
-    seconds: float
 
 
 def test_a_step_with_decodes_began_when_the_one_before_ended() -> None:

@@ -1,21 +1,27 @@
-"""What `make record` takes, and `make record-all`: the recorded sets, measured in several calls on several GPUs."""
+"""What `make record` takes, `make record-all`, whose sets are measured in calls, and the check of recorded rows."""
 
 import json
-import subprocess
 import time
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from fakes import BASE, composed
+from fakes import BASE, PAPER, composed, git
 
 from experiments.commands import record_all
 from experiments.commands.record import promote, refuse, refuse_other_sources, source_hashes
 from experiments.commands.record_all import Options, left
+from experiments.commands.rows import faults
 from experiments.harness.catalogue import RecordedSet, experiments, sets_of
+from experiments.harness.schema import REPOSITORY
 from experiments.harness.settings import keys_read, refuse_unread
 from experiments.harness.source import fingerprint, read
 from experiments.measure.records import RowsError, read_rows, write_rows
+from experiments.plots.floors import floors
+from experiments.report.machines import machine_of, recorded_folders
+from experiments.report.reproducing import recorded
+from experiments.report.results import notes
+from tests.experiments.report.report_rows import decode_rows
 
 ROW = replace(BASE, hardware="cpu", statistic="count", config_hash="c", commit="abc")
 
@@ -38,22 +44,17 @@ def test_rows_that_cannot_be_repeated_are_not_recorded(columns):
 def repository(tmp_path_factory):
     """Two commits that differ in the code of `experiments/fig08.py`, and what its rows must say: commit -> hash."""
     root, told = tmp_path_factory.mktemp("repository"), {}
-
-    def git(*words):
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
-    git("init", "-q")
+    git(root, "init", "-q")
     for name in ("experiments", "punica"):
         (root / name).mkdir()
         (root / name / "__init__.py").write_text("")
     for code in ("A = 1\n", "A = 2\n"):
         (root / "experiments" / "fig08.py").write_text(code)
-        git("add", "-A")
-        git("commit", "-q", "-m", code)
+        git(root, "add", "-A")
+        git(root, "commit", "-q", "-m", code)
         for one in (fingerprint, read):
             one.cache_clear()
-        commit = git("rev-parse", "--short=12", "HEAD")
+        commit = git(root, "rev-parse", "--short=12", "HEAD")
         told[commit] = fingerprint(root / "experiments" / "fig08.py", root)
     return root, told
 
@@ -178,3 +179,37 @@ def test_rows_of_another_commit_and_uncommitted_code_are_refused(call, tmp_path,
     monkeypatch.setattr(record_all, "commit", lambda: "abc-dirty")
     with pytest.raises(RowsError, match="the tree is of abc-dirty"):
         call([RecordedSet("a", 0.0)], 1)
+
+
+STAMPED = {"hardware": "gpu", "commit": "abc", "source_hash": "s", "config_hash": "c", "date": "d", "device": "G",
+           "python": "3", "torch": "2", "scale": "gpu", "calib_gemm_us": 1.0, "calib_copy_us": 1.0}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_recorded_rows_have_no_faults():
+    assert [fault for folder in recorded_folders(REPOSITORY / "results") for fault in faults(folder)] == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fault"),
+    [({}, ""), ({"hardware": "cpu"}, "hardware cpu is not gpu"), ({"torch": ""}, "torch is not given"),
+     ({"scale": "smoke"}, "smoke"), ({"calib_copy_us": None}, "calib_copy_us"), ({"commit": "a-dirty"}, "uncommitted"),
+     ({"value": 0.0}, "above 0"), ({"value": float("inf")}, "finite"), ({"commit": "--help"}, "is no hash"),
+     ({"commit": "../a"}, "is no hash"),
+     ({"source_hash": "x"}, "gives s")], ids=str,
+)  # fmt: skip
+def test_faults_are_named(wrong, fault, tmp_path):
+    write_rows(tmp_path / "gpu" / "fig01_batching.csv", [replace(row, **{**STAMPED, **wrong}) for row in decode_rows()])
+    found = "\n".join(faults(tmp_path / "gpu", lambda commit, script: "s"))
+    assert fault in found if fault else not found
+    (tmp_path / "gpu" / "FROM.md").write_text("Ada <script>")
+    assert "FROM.md: write who measured" in next(faults(tmp_path / "gpu"))
+
+
+def test_reports_name_who_measured(tmp_path):
+    write_rows(tmp_path / "fig01_batching.csv", decode_rows())
+    (tmp_path / "FROM.md").write_text("Ada,\na machine\n")
+    machine = machine_of(tmp_path, tmp_path, PAPER, "gpu")
+    assert notes(machine)[0] == "Measured by others: Ada, a machine"
+    assert "| gpu, by Ada, a machine |" in recorded({"gpu": machine})
+    assert floors(machine.rows.assign(hardware="rtx-4090"), tmp_path / "fig01_batching.csv").empty, "no data sheet"

@@ -90,18 +90,3 @@ def test_rows_of_both_ways(tmp_path):
     assert value["recompute", "break_even_bandwidth"] == pytest.approx(nbytes / milliseconds / 1e6)
     steps = milliseconds / value["recompute", "decode_step_latency"]
     assert value["recompute", "decode_steps"] == pytest.approx(steps)
-
-
-@pytest.mark.gpu
-def test_a_request_moves_through_page_locked_memory():
-    migration = Migration(model_conf("llama-tiny"), rank=4, batch_size=2, longest=40, device="cuda")
-    for name in (COPY, COPY_HOST):
-        check_moved(migration.route(name, 40), name)
-
-
-@pytest.mark.multi_gpu
-def test_a_request_moves_to_the_next_gpu():
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, this machine has {torch.cuda.device_count()}")
-    migration = Migration(model_conf("llama-tiny"), rank=4, batch_size=2, longest=40, device="cuda")
-    check_moved(migration.route("copy_peer", 40), "copy_peer")

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import TINY, tiny_world
+from tiny import TINY, tiny_world, values
 
-from experiments.facts.systems import SYSTEMS, entries
+from experiments.facts.systems import FIG11, SYSTEMS, entries, names_in
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import DType
 from experiments.systems import bench as bench_module
@@ -15,7 +15,7 @@ from experiments.systems.bench import StreamBench, StreamConf
 from experiments.systems.check import check_tokens
 from experiments.systems.hugging_face import Decoding, GraphDecoding, SameProduct
 from experiments.systems.serving import World, built
-from experiments.systems.stream import Job, timeline_of
+from experiments.systems.stream import Job
 from experiments.systems.weights import Limits
 from punica.engine.runner import ModelRunner
 
@@ -77,21 +77,6 @@ def test_every_system_generates_what_hugging_face_generates_one_by_one(name, wor
     assert 0 < sum(step.seconds for step in served.steps) <= served.seconds
     again = system.serve(jobs)
     assert (again.tokens, len(again.steps)) == (served.tokens, len(served.steps))
-
-
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [
-        # static, one adapter: [1 1] [2] [5 5] [6] [1 1] [2] [5], each as long as its longest
-        *((name, 7 + 12 + 3 + 5 + 9 + 6 + 1) for name in ("static_batching", "hf_peft")),
-        *((name, 12 + 9 + 6) for name in ("punica_static", "hf_peft_mixed")),  # batches of four, four and two
-        ("punica", 17),
-        ("continuous_batching", 43),
-    ],
-)
-def test_batches_are_those_of_the_policy(name, steps, world, jobs):
-    assert timeline_of(jobs, SYSTEMS.get(name).admission, 4).steps == steps
-    assert len(built(name, world).serve(jobs).steps) == steps
 
 
 def test_the_released_index_rule_gives_wrong_tokens_unless_there_is_one_adapter(world, jobs):
@@ -240,3 +225,35 @@ def test_weights_exist_once_and_peft_computes_with_the_adapter_in_its_place(worl
         (place,) = backend.places([adapter_id])
         held = {one.data_ptr() for name, one in backend.model.named_parameters() if f".{place}." in name}
         assert held == {tensor.data_ptr() for tensor in world.adapter_tensors(adapter_id).values()}
+
+
+HALF = TINY.model_copy(update={"hidden_size": 256, "intermediate_size": 688, "vocab_size": 512, "dtype": DType.float16})
+STREAM = StreamConf("released", 16, 96, draws=2, pieces=2, steps=16, slow_steps=8)
+
+
+@pytest.fixture(scope="module")
+def gpu_bench() -> StreamBench:
+    return StreamBench(World(HALF, "cuda", Limits(4, 96), rank=8), STREAM, (3, 6))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workload", ["Distinct", "Skewed", "Identical"])
+@pytest.mark.parametrize("name", names_in(FIG11))
+def test_every_system_is_checked_and_timed_with_its_graphs_captured_before(gpu_bench, name, workload):
+    for draw in range(2):
+        found = values(gpu_bench.measure(name, workload, draw))
+        assert found["tokens_per_step"] == pytest.approx(found["stream_tokens_per_step"], rel=0.03)
+        assert found["throughput"] > 0
+        assert found["token_agreement"] >= 0.9
+        assert found["logit_error"] < 0.02
+    system = gpu_bench.system(name)
+    if hasattr(system, "engine"):
+        assert system._graphs() > 0
+        assert system.engine.runner.attention.cache is gpu_bench.world.kv_cache
+
+
+@pytest.mark.gpu
+def test_a_whole_stream_is_served_without_capturing_in_between(gpu_bench, monkeypatch):
+    monkeypatch.setattr("experiments.systems.bench.WHOLE_DRAWS", STREAM.draws)
+    found = values(gpu_bench.whole("punica", "Distinct"))
+    assert found["stream_throughput"] > 0

@@ -5,8 +5,7 @@ from itertools import islice
 from types import SimpleNamespace
 
 import pytest
-from fake_server import fake_server
-from fakes import composed, points_of, settled
+from fakes import points_of, settled
 
 from experiments.ext_servers import EXPERIMENT as SERVERS
 from experiments.ext_traces import EXPERIMENT as TRACES
@@ -14,8 +13,6 @@ from experiments.fig08_lora_operator import EXPERIMENT as FIG08
 from experiments.fig11_textgen import EXPERIMENT as FIG11
 from experiments.fig11_textgen import sizes_of
 from experiments.harness import ConfigError
-from experiments.harness.resume import run
-from experiments.measure.records import read_rows
 from experiments.servers.stream import Stream
 from experiments.systems.bench import StreamBench
 from experiments.workload.arrivals import Span
@@ -68,17 +65,6 @@ def test_loads_on_servers_have_the_traces_adapters_lengths_and_bursts(tmp_path, 
     assert span.arrivals(2.0, 0) == pytest.approx([0, 0, 0, 1.5, 2, 2, 2])
     points = points_of(tmp_path, SERVERS, *azure)
     assert {point.panel for point in points if "trace" in point.settings} == {"4 in flight", "8 requests/s"}
-
-
-@pytest.mark.slow
-def test_a_server_is_loaded_by_a_trace(tmp_path, azure):
-    with fake_server("right") as fake:
-        given = [f"figure.url={fake.url}", "figure.in_flight=[2]", "figure.seconds=0.3", *azure[:3]]
-        outcome = run(composed(tmp_path, *given, "workload.adapter=Identical", name=SERVERS.name), SERVERS)
-        assert {len(body["prompt"]) for body in fake.bodies} == {10, 11, 12, 13}
-    assert {(row.workload, row.panel) for row in read_rows(outcome.rows_file)} == {
-        (TRACE, "2 in flight"), (TRACE, "8 requests/s"),
-    }  # fmt: skip
 
 
 def test_beside_a_trace_a_popularity_has_its_lengths_rate_and_number_of_adapters(tmp_path, azure):

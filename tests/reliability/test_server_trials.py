@@ -26,8 +26,7 @@ from tests.serve.random_requests import send, started
 from tests.serve.world import EngineThread, wait_until
 
 BASE, SLOTS, ADAPTERS, KINDS = "tiny", 4, 40, 160
-CLIENTS, BESIDE = 24, 3
-"""Clients under load, and beside a signal."""
+CLIENTS = 24
 POOL = min(32, (os.cpu_count() or 1) + 4)
 """Most threads of asyncio's pool, which it starts when calls meet."""
 

@@ -62,11 +62,6 @@ def test_a_verdict_on_points_of_one_run_says_so(rows, once):
     assert not verdict_of(rows, "C05").once  # arithmetic
 
 
-def test_a_value_without_an_interval_is_not_within_noise_however_near_its_bound_is():
-    assert verdict_of(ONCE, "C01").verdict == REPRODUCED
-    assert verdict_of(TWICE, "C01").verdict == NOISE
-
-
 def released(*repeats):
     """Figure 11 under the released rule: token/s by repeat on Distinct, Uniform, Skewed, Identical; None: no row."""
     parts = []

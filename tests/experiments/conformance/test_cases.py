@@ -106,13 +106,11 @@ def test_errors_are_faults_by_kind_and_no_findings(world: World) -> None:
     assert (result.status, result.judged) == (UNJUDGED, result.answers - 10)
 
 
-@pytest.fixture
-def _two_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_tells_tokens_by_table_file_and_status(
+    world: World, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cases, "cases", lambda *_: {"all": ALL, "batch": cases.waves([(MODELS * 7)[:40]])})
 
-
-@pytest.mark.usefixtures("_two_cases")
-def test_the_command_tells_tokens_by_table_file_and_status(world: World, tmp_path: Path, capsys: Any) -> None:
     def said_of(server: faulty.RightServer) -> tuple[int, str, Any]:
         status, out = 0, tmp_path / "out.json"
         with server.serve() as url:
@@ -143,24 +141,13 @@ def test_servers_that_are_not_the_one_meant(world: World, monkeypatch: pytest.Mo
             conformance(Options(url=url, folder=world.folder, prefix="org/"))
 
 
-def ours(world: World, batches: list[int], **sizes: Any) -> list[Result]:
+@pytest.mark.slow
+def test_every_case_passes_on_our_server_in_bfloat16_with_fewer_slots_than_adapters(world: World) -> None:
     adapters = [LoRARequest(t.name, number, str(world.adapter(t.name))) for number, t in enumerate(world.tenants, 1)]
+    sizes: dict[str, Any] = {"max_batch_size": 256, "max_loras": 2, "max_model_len": 256, "dtype": "bfloat16"}
     engine = Engine.from_pretrained(world.folder / CHECKPOINT, adapters, device="cpu", max_lora_rank=16, **sizes)
     app = make_app(EngineThread(engine), Settings("base", adapters, roots=[(world.folder / ADAPTERS).resolve()]))
     with served(app) as url:
-        return asyncio.run(results_of(Options(url=url, batches=batches, timeout=600), world))
-
-
-def test_three_cases_pass_on_our_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = {"all": ALL, "prefix": cases.shared_prefix, "poisoned": cases.poisoned}
-    monkeypatch.setattr(cases, "cases", lambda *_: chosen)
-    results = ours(world, [1], max_batch_size=32, max_loras=3, max_model_len=256, dtype="float32")
-    assert {(result.status, result.protocol.total()) for result in results} == {(PASS, 0)}, table(results)
-    assert min(result.answers for result in results) >= 12
-
-
-@pytest.mark.slow
-def test_every_case_passes_on_our_server_in_bfloat16_with_two_slots(world: World) -> None:
-    results = ours(world, [64, 256], max_batch_size=256, max_loras=2, max_model_len=256, dtype="bfloat16")
+        results = asyncio.run(results_of(Options(url=url, batches=[64, 256], timeout=600), world))
     assert {(result.status, result.protocol.total()) for result in results} == {(PASS, 0)}, table(results)
     assert min(result.answers for result in results) >= 6

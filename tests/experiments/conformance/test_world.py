@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from experiments.conformance.world import COUNT, PREFIX, WARMER, Oracle, World, read
+from experiments.conformance.world import COUNT, PREFIX, WARMER, Oracle, World
 
 
 @torch.inference_mode()
@@ -46,7 +46,3 @@ def test_sure_tokens_are_one_models_and_leaks_show(world: World) -> None:
         for prompt, tokens in zip(sharing, leaked, strict=True):
             assert model not in prompt.sure or tokens != prompt.answers[model]
     assert len({prompt.ids[:PREFIX] for prompt in sharing}) == 1
-
-
-def test_the_file_is_read_as_it_was_written(world: World) -> None:
-    assert read(world.folder) == world

@@ -51,20 +51,6 @@ def test_a_range_reaches_twice_as_far_as_the_farthest_repeat_and_at_least_the_fl
     assert line.points == 3
 
 
-def test_lines_of_a_figure_and_metric_share_the_farthest_repeat():
-    table = ranges(frame(made(10.0, 13.0, 9.0), made(20.0, system="Loop"), made(5.0, figure="9")))
-    high = dict(zip(zip(table["figure"], table["system"], strict=True), table["high"], strict=True))
-    assert high["8", "Loop"] == high["8", "SGMV"] > high["9", "SGMV"]
-
-
-def test_what_has_no_range():
-    rows = frame(
-        made(1.0), made(2.0, scale="smoke"), made(3.0, kind="simulated"), made(4.0, metric="added_latency"),
-        made(0.0, system="none"), made(5.0, statistic="p90"),
-    )  # fmt: skip
-    assert set(expected.comparable(rows)["value"]) == {1.0, 8.0, 64.0}
-
-
 def verdict(id, quantities, interval=None, **columns):
     return Verdict(id, "", "1", "", quantities=quantities, interval=interval or {}, **columns)
 

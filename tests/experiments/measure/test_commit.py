@@ -1,18 +1,12 @@
 """The commit of a checkout, of a stamped copy, and of one whose sources changed after it was sent."""
 
 import shutil
-import subprocess
 
 import pytest
+from fakes import git
 
 from experiments.measure.commit import STAMP, commit, write_stamp
 from experiments.measure.records import RowsError
-
-
-def git(root, *words):
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    done = subprocess.run(["git", *who, *words], cwd=root, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
 
 
 @pytest.fixture

@@ -2,31 +2,15 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from experiments.measure import disturbance
-from experiments.measure.disturbance import (
-    Calibration,
-    CpuTimes,
-    Disturbance,
-    Watch,
-    cpu_times,
-    other_seconds,
-)
+from experiments.measure.disturbance import Calibration, CpuTimes, Disturbance, Watch
 
 AFTER, QUIET = CpuTimes(10.0, 70.0, 40.0), ((100.0, 1000.0), (120.0, 1100.0))
-
-
-class FakeCalibrator:
-    """Calibrations from a list, of a machine that takes 100 us and 1 ms when it is quiet."""
-
-    def __init__(self, *microseconds):
-        self.left, self.quiet = list(microseconds), Calibration(100.0, 1000.0)
-
-    def run(self):
-        return Calibration(*self.left.pop(0))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +38,9 @@ def test_a_measurement_has_what_disturbed_it(monkeypatch, after, calibrations, g
     times = iter([after and CpuTimes(0.0, 50.0, 20.0), after])
     monkeypatch.setattr(disturbance.os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(disturbance, "cpu_times", lambda: next(times))
-    monkeypatch.setattr(disturbance, "calibrator", lambda _: FakeCalibrator(*calibrations))
+    left = iter(calibrations)
+    fake = SimpleNamespace(quiet=Calibration(100.0, 1000.0), run=lambda: Calibration(*next(left)))
+    monkeypatch.setattr(disturbance, "calibrator", lambda _: fake)
     monkeypatch.setattr(disturbance, "gpu_query", lambda *names: [dict(zip(names, gpu, strict=False))])
     assert Watch("cuda" if gpu else "cpu").stop() == found
 
@@ -101,11 +87,11 @@ def test_another_process_is_seen_and_our_own_work_is_not(ours):
     """In CPU seconds of both, whatever else wants the cores; a process is not ours once who started it has ended."""
     other = psutil.Popen(BUSY) if ours else psutil.Process(int(subprocess.check_output([sys.executable, "-c", ORPHAN])))
     try:
-        before, begin, spent = cpu_times(), sum(other.cpu_times()[:2]), 0.0
+        before, begin, spent = disturbance.cpu_times(), sum(other.cpu_times()[:2]), 0.0
         after = before
         while min(after.own - before.own, spent) < 0.5:
-            spent, after = sum(other.cpu_times()[:2]) - begin, cpu_times()
-        others, own = other_seconds(before, after), after.own - before.own
+            spent, after = sum(other.cpu_times()[:2]) - begin, disturbance.cpu_times()
+        others, own = disturbance.other_seconds(before, after), after.own - before.own
         assert own > spent if ours else others > spent - 0.2
         assert others < (after.wall - before.wall) * len(disturbance.os.sched_getaffinity(0)) - own + 0.2
     finally:

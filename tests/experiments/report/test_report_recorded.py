@@ -1,6 +1,5 @@
 """README's numbers, which functions of rows fill, and committed reports: what the command writes, byte for byte."""
 
-from dataclasses import replace
 from pathlib import Path
 from shutil import copy, copytree
 
@@ -9,11 +8,7 @@ from fakes import PAPER
 
 from experiments.commands.report import write_recorded
 from experiments.harness.schema import REPOSITORY
-from experiments.measure.records import write_rows
-from experiments.report.machines import machine_of
-from experiments.report.major import MAJOR
-from experiments.report.reproducing import GENERATED, MARKED, MARKED_PAGES, VALUES, claims, write_marked
-from tests.experiments.report.report_rows import decode_rows, operator_rows
+from experiments.report.reproducing import GENERATED, MARKED, MARKED_PAGES, VALUES
 
 README = REPOSITORY / "README.md"
 PROSE = [
@@ -21,35 +16,6 @@ PROSE = [
     for path in (README, REPOSITORY / "CONTRIBUTING.md", *sorted(REPOSITORY.glob("docs/*.md")))
     if GENERATED not in path.read_text(encoding="utf-8")
 ]
-OLDER = "<!-- measured:older-rows --><!-- /measured -->"
-
-
-@pytest.fixture
-def cpu(tmp_path):
-    write_rows(tmp_path / "fig01_batching.csv", decode_rows())
-    return machine_of(tmp_path, tmp_path, PAPER, "cpu")
-
-
-def test_markers_are_filled_from_rows_and_filled_again(cpu, tmp_path):
-    machines = [replace(cpu, rows=cpu.rows.assign(older=[True, False])), replace(cpu, name="h200")]
-    path = tmp_path / "A.md"
-    path.write_text(f"a {OLDER} b\n<!-- measured:machines -->\nold\nolder\n<!-- /measured -->\nc", encoding="utf-8")
-    once = write_marked(machines, path).read_text(encoding="utf-8")
-    said = "1 of 2 (50.0 %) on cpu, 2 of 2 (100.0 %) on h200"
-    assert once.startswith(f"a {OLDER.replace('--><', f'-->{said}<')} b\n<!-- measured:machines -->\n\n| recorded on |")
-    assert once.endswith("|\n\n<!-- /measured -->\nc")
-    assert write_marked(machines, path).read_text(encoding="utf-8") == once
-
-
-def test_every_major_claim_is_shown_with_the_papers_value_and_its_verdict(tmp_path):
-    for name, found in (("h200", operator_rows("host_clock", 160.0)), ("cpu", decode_rows())):
-        write_rows(tmp_path / name / "rows.csv", found)
-    machines = {name: machine_of(tmp_path / name, tmp_path, PAPER, name) for name in ("h200", "cpu")}
-    lines = claims(machines).strip().splitlines()[2:]
-    assert len(lines) == len(MAJOR)
-    (operators,) = (line for line in lines if "Gather-BMM" in line)
-    assert "| C12 smallest<br>C13 smallest | 2.07<br>3.09 | 0.5<br>0.5 | differs‡<br>differs‡ | [h200]" in operators
-    assert "| C01 ratio | 1.27 | 1.2 | reproduced‡ | [cpu]" in lines[0], "what the GPU lacks is of the CPU"
 
 
 def test_every_function_fills_a_marker_of_two_pages_and_no_other_page_has_any():

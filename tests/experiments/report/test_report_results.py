@@ -1,7 +1,5 @@
 """The page of a machine with its marks and notes, the end of `make reproduce`, and REPRODUCING.md."""
 
-import csv
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +8,12 @@ from fakes import PAPER
 
 from experiments.claims.judge import DIFFERS, NOISE, NOT_MEASURED, NOT_TESTABLE, REPRODUCED, SHAPE, marked
 from experiments.commands.report import choose
-from experiments.facts.paper import read_claims
 from experiments.harness.counted import NOT_STEADY
 from experiments.harness.schema import REPOSITORY, ConfigError
 from experiments.harness.source import fingerprint
 from experiments.measure.records import write_rows
 from experiments.report.machines import machine_of
-from experiments.report.major import HOLD, MAJOR, PART, Major, ending, in_order
-from experiments.report.results import notes
+from experiments.report.major import HOLD, MAJOR, PART, Major, ending
 from tests.experiments.report.report_rows import decode_rows, folders_in, operator_rows, write_report
 
 FILES = [Path("outputs/cpu/claims.md"), Path("outputs/cpu/report.html")]
@@ -46,24 +42,6 @@ def judged(places, rows):
 
 def by_id(machine):
     return {verdict.id: verdict for verdict in machine.verdicts}
-
-
-def test_the_page_and_the_table_have_all_claims_with_links_and_notes(places):
-    places.fresh_figures.mkdir(parents=True)
-    (places.fresh_figures / "fig01_batching.png").touch()
-    machine, text = judged(places, [replace(row, disturbed=row.batch_size == 32) for row in decode_rows()])
-    with (places.fresh_rows.parent / "claims.csv").open(newline="") as stream:
-        table = list(csv.DictReader(stream))
-    assert [line["id"] for line in table] == [one.id for one in machine.verdicts]
-    assert (table[0]["verdict"], table[0]["quantities"]) == ("reproduced", "ratio=1.2")
-    first = next(line for line in text.splitlines() if line.startswith("| C01"))
-    assert "**reproduced\u2020\u2021**" in first  # disturbed, and measured once
-    assert "](figures/fig01_batching.png)" in text
-    assert text.count("\n| C") == 52
-    counts = next(line for line in text.splitlines() if line.startswith("* this machine: "))
-    assert sum(int(number) for number in re.findall(r"(?:: |, )(\d+) ", counts)) == 52
-    assert any(note.startswith("Disturbed points: 1 of 2 (50.0 %); figure 1: 1. This ") for note in notes(machine))
-    assert any("0 of 2 decided; 2 rest on points of a single run" in note for note in notes(machine))
 
 
 def test_a_clock_that_decides_and_has_no_rows_is_missed_where_it_could_have_some(places):
@@ -134,9 +112,3 @@ def test_a_claim_is_under_its_outcome_with_the_reason_of_a_cpu(here):
 def test_the_outcome_of_several_claims(here, words, outcome):
     verdicts = {one.id: replace(one, verdict=word) for one, word in zip(here.verdicts, words, strict=False)}
     assert Major("", dict.fromkeys(verdicts, "")).outcome(verdicts) == outcome
-
-
-def test_major_claims_come_first_and_each_claim_once(here):
-    assert all({"C48", "C50"} <= {*one.claims} for one in MAJOR if "C46" in one.claims)  # which flatters alone
-    known, first = [one.id for one in read_claims(PAPER)], [id for one in MAJOR for id in one.claims]
-    assert [one.id for one in in_order(here.verdicts)] == [*first, *(id for id in known if id not in first)]

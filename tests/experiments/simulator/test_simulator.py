@@ -6,7 +6,7 @@ import pytest
 from experiments.simulator import StepCost, Trace, simulate
 from experiments.systems.stream import Timeline
 from experiments.workload import RequestLengths, poisson_arrivals, popularity, released_lengths, scaled_lengths
-from punica.cluster import ClusterPolicy, StepWork
+from punica.cluster import ClusterPolicy
 
 SECOND = StepCost("a step is a second", base=1.0, row=0.0, kv=0.0, prefill=0.0, rank=0.0)
 A100 = StepCost("like an A100", base=0.018, row=0.0, kv=4e-7, prefill=1e-4, rank=4e-6)
@@ -74,31 +74,12 @@ def test_an_engines_own_queue_gives_a_place_away_at_once():
         assert result.first_token_s.tolist() == [1.0, 2.0, 4.0, 7.0]
 
 
-@pytest.mark.parametrize("rate", [5.0, 25.0])
-def test_working_ahead_changes_no_throughput_and_delays_first_tokens_by_a_step_at_most(rate):
-    asked = random_trace(300, rate, seed=3)
-    plain, ahead = (simulate(asked, cluster(1), A100, works_ahead=works, own_queue=True) for works in (False, True))
-    longest = A100.seconds(StepWork(32, 32 * 256, 256, 32 * 16))
-    delay = np.median(ahead.first_token_s - asked.arrivals) - np.median(plain.first_token_s - asked.arrivals)
-    assert -1e-9 <= delay <= longest
-    assert ahead.finish_s.max() == pytest.approx(plain.finish_s.max(), rel=0.03)
-    assert ahead.tokens.sum() == plain.tokens.sum()
-
-
 def test_a_step_costs_what_the_model_says_its_constant_of_a_prompt_once():
     cost = StepCost("parts", base=1.0, row=10.0, kv=100.0, prefill=1000.0, rank=0.5, join=0.25)
     result = simulate(trace([0.0], [3], [3]), cluster(1), cost)
     # prefill of 3; then a decode that reads 4 tokens, then one that reads 5; one adapter of rank 16 in each
     assert result.first_token_s[0] == 1 + 3000 + 8 + 0.25
     assert result.finish_s[0] == result.first_token_s[0] + (1 + 10 + 400 + 8) + (1 + 10 + 500 + 8)
-
-
-def test_kernels_that_pad_ranks_read_every_adapter_at_the_largest():
-    asked = trace([0.0, 0.0], [1, 1], [2, 2], [1, 2], [8, 64])
-    cost = StepCost("ranks alone", base=1.0, row=0.0, kv=0.0, prefill=0.0, rank=1.0)
-    # a step with the first alone, one with both, one with the second alone
-    assert simulate(asked, cluster(1), cost).finish_s.tolist() == [9 + 73, 9 + 73 + 65]
-    assert simulate(asked, cluster(1), cost, padded_ranks=True).finish_s.tolist() == [9 + 129, 9 + 129 + 65]
 
 
 def test_one_gpu_takes_the_steps_that_the_timeline_of_the_paper_takes():

@@ -7,16 +7,8 @@ import numpy as np
 import pytest
 from fakes import PAPER
 
-from experiments.workload import (
-    WORKLOADS,
-    Popularity,
-    adapter_shares,
-    drawn_adapters,
-    drifting,
-    flash_crowd,
-    popularity,
-)
-from experiments.workload.popularity import shares_of_groups, uniform
+from experiments.workload import WORKLOADS, adapter_shares, drawn_adapters, drifting, flash_crowd, popularity
+from experiments.workload.popularity import Popularity, shares_of_groups, uniform
 
 with (PAPER / "workload_reference.csv").open(newline="") as _stream:
     GROUPS = [
