@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from experiments.harness.catalogue import experiments
 from experiments.harness.settings import keys_read, refuse_unread
 from punica.adapters import write_random_adapter
@@ -20,42 +18,29 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = "\n".join([README, *(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md")))])
 
 
-def quickstart(folder: Path, epilogue: str) -> str:
-    """Run the python blocks of the README as written in ``folder``, then ``epilogue``; return the output."""
-    code = "".join(re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
-    done = subprocess.run(
-        [sys.executable, "-c", code + epilogue], cwd=folder, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """Folder with the names of the first block: a tiny Llama with a tokenizer, and two adapters."""
+def test_quickstart_with_a_checkpoint_runs_as_written(tmp_path: Path) -> None:
+    """In a folder with the names of the first block: a tiny Llama with a tokenizer, and two adapters."""
     ends = {"vocab_size": VOCAB, "bos_token_id": BEGIN, "eos_token_id": END}
     backbone = write_backbone(tmp_path / "checkpoint", {}, byte_tokenizer(), seed=1, **ends)
     for rank, name in ((4, "sql"), (8, "poet")):
         write_random_adapter(tmp_path / "adapters" / name, backbone.config, rank=rank, seed=rank)
-    return tmp_path
-
-
-def test_quickstart_with_a_checkpoint_runs_as_written(checkpoint: Path) -> None:
+    code = "".join(re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
     epilogue = """
 wanted = torch.stack([b[slot] @ (a[slot] @ row) if slot >= 0 else 0 * b[0, :, 0] for slot, row in zip(slots, x)])
 assert y.allclose(wanted, atol=1e-3)
 model.model.layers[0].mlp.up_proj = linear
 assert not logits.allclose(model(torch.tensor([[1, 2, 3]])).logits)
 print(repr([(result.text, result.token_ids, result.finish_reason) for result in results]))"""
-    printed = quickstart(checkpoint, epilogue)
-    results = ast.literal_eval(printed.strip().splitlines()[-1])
+    command, environment = [sys.executable, "-c", code + epilogue], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    results = ast.literal_eval(done.stdout.strip().splitlines()[-1])
     tokenizer = byte_tokenizer()
     assert len({text for text, _, _ in results}) == 3, "the adapters make no difference"
     for text, tokens, reason in results:
         assert text == tokenizer.decode(tokens, skip_special_tokens=True)
         assert (reason, len(tokens)) == ("length", 32) or (reason, tokens[-1]) == ("stop", END)
-        assert f"{reason} {text}" in printed
+        assert f"{reason} {text}" in done.stdout
 
 
 def test_make_targets_exist() -> None:

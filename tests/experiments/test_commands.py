@@ -27,11 +27,6 @@ def command(module: str, *words: str, **more) -> subprocess.CompletedProcess[str
     return subprocess.run(line, capture_output=True, text=True, cwd=REPOSITORY, check=False, **more)
 
 
-def alone(folder: Path) -> list[str]:
-    """Options of a run into ``folder`` at smoke scale, whose report judges no recorded machine beside it."""
-    return ["scale=smoke", "hardware=cpu", f"paths.outputs={folder}", f"paths.results={folder}/recorded"]
-
-
 def last_json(done: subprocess.CompletedProcess[str]) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -66,7 +61,8 @@ def test_a_script_runs_by_its_path_from_another_folder_and_writes_nothing_there(
 
 @pytest.mark.slow
 def test_reproduce_redoes_only_what_was_deleted_and_a_figure_that_fails_stops_no_other(tmp_path):
-    words = [*alone(tmp_path), "figures=[fig08,readme]"]
+    words = ["scale=smoke", "hardware=cpu", "figures=[fig08,readme]", f"paths.outputs={tmp_path}"]
+    words += [f"paths.results={tmp_path}/recorded"]  # so that no recorded machine is judged beside it
     first = last_json(command("commands.reproduce", *words))
     assert (first["measured"], first["failed"]) == (["fig08_lora_operator", "readme_backbone"], {})
     assert Path(first["report"]).exists()
@@ -82,47 +78,32 @@ def test_reproduce_redoes_only_what_was_deleted_and_a_figure_that_fails_stops_no
     assert "Traceback" not in done.stderr
 
 
-@pytest.fixture
-def measured(tmp_path, monkeypatch):
-    """Run `make reproduce` with one figure that is measured at once; `left` is what it has to measure."""
-    cfg = OmegaConf.create({**OmegaConf.to_container(composed(tmp_path), enum_to_str=True), "figures": ["fig08"]})
-    rows = tmp_path / "cpu" / "smoke" / "rows" / "fig08_lora_operator.csv"
-
-    def run(left):
-        def one(*_):
-            if left:
-                write_rows(rows, decode_rows())
-            return Outcome("fig08_lora_operator", 1, measured=left, rows_file=str(rows))
-
-        monkeypatch.setattr(reproduce, "composed", lambda experiment: cfg)
-        monkeypatch.setattr(reproduce, "run", one)
-        return reproduce.reproduce(cfg)
-
-    rows.parent.mkdir(parents=True)
-    return run
-
-
 @pytest.mark.parametrize(
     ("error", "said", "traces"),
     [(OSError(13, "Permission denied"), "[Errno 13] Permission denied", 0),
      (ZeroDivisionError("of a formula"), "ZeroDivisionError: of a formula", 1)],
     ids=["disk", "defect"],
 )  # fmt: skip
-def test_a_report_that_fails_keeps_the_run_and_the_next_writes_it(measured, error, said, traces, monkeypatch, capsys):
-    asked = []
+def test_a_report_that_fails_keeps_the_run_and_the_next_writes_it(tmp_path, error, said, traces, monkeypatch, capsys):
+    """The first run measures a point, the second none."""
+    cfg = OmegaConf.create({**OmegaConf.to_container(composed(tmp_path), enum_to_str=True), "figures": ["fig08"]})
+    rows, measured, asked = tmp_path / "cpu/smoke/rows/fig08_lora_operator.csv", iter((1, 0)), []
+    write_rows(rows, decode_rows())
 
     def fails(places):
         asked.append(places)
         raise error
 
+    monkeypatch.setattr(reproduce, "composed", lambda experiment: cfg)
+    monkeypatch.setattr(reproduce, "run", lambda *_: Outcome("", 1, measured=next(measured), rows_file=str(rows)))
     monkeypatch.setattr(report, "write_fresh", fails)
-    assert measured(1) == 1
+    assert reproduce.reproduce(cfg) == 1
     out, err = capsys.readouterr()
     last = json.loads(out.splitlines()[-1])
     assert (last["measured"], last["report"], last["failed"]) == (["fig08_lora_operator"], "", {"report": said})
     assert f"\nFailed (1):\n  report: {said}\n" in err
     assert err.count("Traceback") == traces
-    assert (measured(0), len(asked)) == (1, 2)  # though nothing new was measured
+    assert (reproduce.reproduce(cfg), len(asked)) == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ import pytest
 import torch
 from fakes import composed, measured, settled
 
-from experiments import ext_fp8 as fp8
 from experiments.benches import fp8_operator, mixtures, operators
 from experiments.benches.engine_steps import EngineSteps
 from experiments.benches.training import Training
+from experiments.ext_fp8 import EXPERIMENT as FP8
+from experiments.ext_fp8 import bytes_read
 from experiments.ext_mixtures import EXPERIMENT as MIXTURES
 from experiments.ext_price_of_lora import BASES, EACH, FP8_EACH, NONE, bytes_moved
 from experiments.ext_price_of_lora import EXPERIMENT as PRICE
@@ -18,9 +19,6 @@ from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.measure import roofline
 from experiments.measure.records import read_rows
-
-FP8 = fp8.EXPERIMENT
-PAPER = ("figure.h1=4096", "figure.h2=11008", "figure.dtype=float16")
 
 
 def test_every_system_is_measured(tmp_path):
@@ -34,9 +32,9 @@ def test_every_system_is_measured(tmp_path):
 
 
 def test_bytes_by_arithmetic(tmp_path):
-    figure = settled(tmp_path, FP8, *PAPER).figure
-    assert fp8.bytes_read(figure, 64, 64, 16, "SGMV") == 64 * 16 * 15104 * 2 + 2 * 64 * 15104
-    assert fp8.bytes_read(figure, 64, 64, 16, "FP8 e4m3") == 64 * (16 * 15104 + 4 * (16 + 11008)) + 2 * 64 * 15104
+    figure = settled(tmp_path, FP8, "figure.h1=4096", "figure.h2=11008", "figure.dtype=float16").figure
+    assert bytes_read(figure, 64, 64, 16, "SGMV") == 64 * 16 * 15104 * 2 + 2 * 64 * 15104
+    assert bytes_read(figure, 64, 64, 16, "FP8 e4m3") == 64 * (16 * 15104 + 4 * (16 + 11008)) + 2 * 64 * 15104
 
 
 @pytest.mark.parametrize(("system", "low", "high"), [("SGMV", 0, 1e-5), ("FP8 e4m3", 0.01, 0.06),

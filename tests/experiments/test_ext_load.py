@@ -40,24 +40,18 @@ def test_what_cannot_run_is_refused(tmp_path, experiment, override) -> None:
         points_of(tmp_path, experiment, override)
 
 
-@pytest.fixture
-def halves(tmp_path, monkeypatch):
-    """A workload of the user's own, while the test runs."""
-    monkeypatch.setitem(WORKLOADS._entries, "Halves", lambda n: [n - n // 2, n // 2] if n > 1 else [1])
-    composed(tmp_path)  # registers the others
-    monkeypatch.setitem(ConfigStore.instance().repo["workload"], "halves.yaml", None)
-    register_names("workload", ["Halves"])
-    return "workload=halves"
-
-
 READS_WORKLOAD = [experiment for experiment in experiments() if "workload" in experiment.reads]
 
 
 @pytest.mark.parametrize("experiment", READS_WORKLOAD, ids=lambda experiment: experiment.name)
-def test_a_workload_is_measured_everywhere_by_being_registered(tmp_path, halves, experiment) -> None:
+def test_a_workload_is_measured_everywhere_by_being_registered(tmp_path, monkeypatch, experiment) -> None:
+    monkeypatch.setitem(WORKLOADS._entries, "Halves", lambda n: [n - n // 2, n // 2] if n > 1 else [1])
+    composed(tmp_path)  # registers the others
+    monkeypatch.setitem(ConfigStore.instance().repo["workload"], "halves.yaml", None)
+    register_names("workload", ["Halves"])
     (trace := tmp_path / "trace.jsonl").write_text("")
     given = [f"figure.trace={trace}"] if experiment.name == "ext_prefix_cache" else []
-    points = points_of(tmp_path, experiment, halves, "hardware=cpu", *given)
+    points = points_of(tmp_path, experiment, "workload=halves", "hardware=cpu", *given)
     assert {point.workload for point in points} - {"", "none"} == {"Halves"}
     assert len({point.key() for point in points}) == len(points)
 

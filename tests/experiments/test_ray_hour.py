@@ -22,7 +22,6 @@ from experiments.measure.records import read_rows
 from punica.cluster import StepWork
 
 Step = namedtuple("Step", "runner work begin_s end_s seconds")
-WORLD = World(str(PAPER), "punica", 120, runners=2, speed_up=20, max_len=128, address="", device="cpu")
 
 
 def test_a_step_with_decodes_began_when_the_one_before_ended() -> None:
@@ -91,7 +90,7 @@ def test_runners_serve_on_the_hardware_of_the_rows_and_one_that_does_not_come_up
         raise RuntimeError("Ray did not come up on this machine (timed out)")
 
     monkeypatch.setattr(ray_serving, "RayCluster", never)
-    world = World(WORLD.paper, "punica", **settings)
+    world = World(str(PAPER), "punica", **settings)
     with ray_serving.tenants_of(world) as tenants:
         with (
             pytest.raises(ConfigError, match="runtime=ray: Ray did not come up on this machine"),

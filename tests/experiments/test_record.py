@@ -59,22 +59,17 @@ def repository(tmp_path_factory):
     return root, told
 
 
-@pytest.fixture
-def source_hash(repository):
-    with source_hashes(repository[0]) as found:
-        yield found
-
-
-def test_rows_are_taken_if_their_sources_are_those_of_their_commits(repository, source_hash):
+def test_rows_are_taken_if_their_sources_are_those_of_their_commits(repository):
     (first, ours), (second, theirs) = repository[1].items()
     assert ours != theirs
     rows = [a_row(commit=first, source_hash=ours), a_row(commit=second, source_hash=theirs), a_row(commit="a-dirty")]
-    refuse_other_sources(rows, "fig08", source_hash)
-    with pytest.raises(RowsError, match=f"2 rows with source {theirs}: commit {first} gives {ours}"):
-        refuse_other_sources([a_row(i, commit=first, source_hash=theirs) for i in (1, 2)], "fig08", source_hash)
-    for commit, script in (("0123456789ab", "fig08"), (first, "fig99")):
-        with pytest.raises(RowsError, match=f"commit {commit} is not in this repository with that script"):
-            refuse_other_sources([a_row(commit=commit, source_hash="a")], script, source_hash)
+    with source_hashes(repository[0]) as source_hash:
+        refuse_other_sources(rows, "fig08", source_hash)
+        with pytest.raises(RowsError, match=f"2 rows with source {theirs}: commit {first} gives {ours}"):
+            refuse_other_sources([a_row(i, commit=first, source_hash=theirs) for i in (1, 2)], "fig08", source_hash)
+        for commit, script in (("0123456789ab", "fig08"), (first, "fig99")):
+            with pytest.raises(RowsError, match=f"commit {commit} is not in this repository with that script"):
+                refuse_other_sources([a_row(commit=commit, source_hash="a")], script, source_hash)
 
 
 def test_fresh_points_replace_recorded_ones_and_others_stay(tmp_path, capsys):

@@ -1,7 +1,5 @@
 """Rows and verdicts for tests of the claims."""
 
-from functools import cache
-
 import pandas as pd
 from fakes import PAPER
 
@@ -17,12 +15,6 @@ BOUNDS = read_bounds(PAPER)
 def verdict_of(rows, id):
     """The verdict on one claim, as `judge` gives it for all."""
     return Judge(rows, PAPER).verdict(STATEMENTS[id])
-
-
-@cache
-def paper_rows():
-    """The paper's own numbers as rows of an A100: what any rule must call reproduced. Do not write into it."""
-    return facts.paper_rows(PAPER)
 
 
 def repeated(rows, *factors):
