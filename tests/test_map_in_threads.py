@@ -19,10 +19,14 @@ def four_threads(monkeypatch):
     threads._pool.cache_clear()
 
 
-def test_results_are_in_order_and_computed_by_several_threads():
+def test_results_are_in_order_and_computed_by_several_threads_in_the_mode_of_the_caller():
     meeting = threading.Barrier(4, timeout=30)  # passed by four threads at once or not at all
     found = threads.map_in_threads(lambda i: (i, meeting.wait() if i < 4 else None)[0], range(64))
     assert found == list(range(64))
+    with torch.inference_mode():
+        target = torch.zeros(64)  # which only this mode may fill
+        threads.map_in_threads(lambda i: target[i].fill_(i), range(64))
+    assert target.tolist() == list(range(64))
 
 
 def test_threads_of_this_module_compute_on_one_core_and_others_as_before():
@@ -45,13 +49,6 @@ def test_the_first_error_in_order_is_raised_after_all_have_ended():
     with pytest.raises(ValueError, match="item 20"):
         threads.map_in_threads(work, range(64))
     assert set(done) == set(range(64)) - {20, 40}
-
-
-def test_buffers_of_inference_mode_can_be_filled():
-    with torch.inference_mode():
-        target = torch.zeros(64)
-        threads.map_in_threads(lambda i: target[i].fill_(i), range(64))
-    assert target.tolist() == list(range(64))
 
 
 def test_a_forked_process_computes_too():

@@ -8,12 +8,9 @@ from experiments.harness.resume import run
 from experiments.harness.schema import ConfigError
 from experiments.measure.records import read_rows
 
-NAME = "fig11_textgen"
-CELL = ("workload=skewed", "engine.max_batch_size=4", "scale.passes=2", "scale.tries=2")
-
 
 def rows_of(tmp_path):
-    return read_rows(tmp_path / "cpu" / "smoke" / "rows" / f"{NAME}.csv")
+    return read_rows(tmp_path / "cpu" / "smoke" / "rows" / f"{EXPERIMENT.name}.csv")
 
 
 def test_every_workload_has_all_systems(tmp_path):
@@ -30,16 +27,17 @@ def test_every_workload_has_all_systems(tmp_path):
         ("engine.num_blocks=1", "engine.num_blocks=1 cannot hold one request.*num_blocks=2 or more"),
         ("system.names=[vllm]", "'vllm'.*continuous_batching"),
         ("figure.lengths=sharegpt", "figure.lengths=sharegpt must be 'released' or 'stated'"),
-        (("figure.whole_stream=true", "draw=true"), "nothing to draw: choose draw=false"),
+        ("figure.whole_stream=true draw=true", "nothing to draw: choose draw=false"),
     ],
 )
 def test_sizes_that_cannot_run_are_refused_before_anything_runs(tmp_path, override, message):
     with pytest.raises(ConfigError, match=message):
-        points_of(tmp_path, EXPERIMENT, *([override] if isinstance(override, str) else override))
+        points_of(tmp_path, EXPERIMENT, *override.split())
 
 
 def test_one_cell_is_measured_in_repeats_and_not_twice(tmp_path):
-    config = composed(tmp_path, *CELL, name=NAME)
+    cell = ("workload=skewed", "engine.max_batch_size=4", "scale.passes=2", "scale.tries=2")
+    config = composed(tmp_path, *cell, name=EXPERIMENT.name)
     outcome = run(config, Fig11())
     assert (outcome.measured, outcome.failed) == (14, [])
     rows = rows_of(tmp_path)
@@ -56,9 +54,9 @@ def test_one_cell_is_measured_in_repeats_and_not_twice(tmp_path):
 @pytest.mark.slow
 def test_a_whole_stream_is_an_option_with_rows_of_its_own(tmp_path, capsys):
     options = ("workload=distinct", "system=punica", "figure.whole_stream=true", "engine.max_batch_size=4")
-    run(composed(tmp_path, *options, name=NAME), Fig11())
+    run(composed(tmp_path, *options, name=EXPERIMENT.name), Fig11())
     value = {row.metric: row.value for row in rows_of(tmp_path)}
     assert "throughput" not in value
     assert f"{100 * (value['prediction_over_stream'] - 1):+.1f} %" in capsys.readouterr().out
-    run(composed(tmp_path, *options, "scale.requests=9", name=NAME), Fig11())  # beside it, not in its place
+    run(composed(tmp_path, *options, "scale.requests=9", name=EXPERIMENT.name), Fig11())  # beside it, not in its place
     assert {row.panel for row in rows_of(tmp_path)} == {f"7B Model, whole stream, {n} requests" for n in (8, 9)}

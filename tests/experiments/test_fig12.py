@@ -23,8 +23,6 @@ from punica.models import LlamaForCausalLM
 from punica.parallel import get_tensor_model_parallel_rank, init_tensor_parallel
 from tests.parallel.thread_ranks import on_threads
 
-NAME = "fig12_textgen_70b"
-
 
 @pytest.mark.parametrize("size", [3, 128])
 def test_ranks_that_do_not_divide_the_model_are_refused(tmp_path, size):
@@ -132,7 +130,7 @@ def test_ranks_answer_in_their_order_refuse_and_go_on_until_one_breaks():
 )
 def test_a_cell_on_two_ranks_and_its_figure(tmp_path, hardware):
     sizes = ("engine.max_batch_size=4", "workload.names=[Distinct,Identical]", "draw=true", "figure.tp_size=2")
-    config = composed(tmp_path, *sizes, f"hardware={hardware}", name=NAME)
+    config = composed(tmp_path, *sizes, f"hardware={hardware}", name=EXPERIMENT.name)
     outcome = run(config, Fig12())
     assert (outcome.measured, outcome.failed) == (6, [])
     rows = read_rows(outcome.rows_file)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 from fakes import BASE, PAPER
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from experiments.claims import Verdict
 from experiments.commands.check import check
@@ -124,14 +124,9 @@ def test_a_speed_is_that_of_the_figures_here_and_of_any_recorded_repeat():
     assert other_speed(frame(made(1.0)), ours) == "", "rows without calibrations do not tell"
 
 
-def config(root, hardware="h200", scale="laptop") -> DictConfig:
-    paths = {name: str(root / name) for name in ("outputs", "results", "figures")} | {"paper_results": str(PAPER)}
-    return OmegaConf.create({"hardware": {"name": hardware}, "scale": {"name": scale}, "paths": paths})
-
-
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A recorded machine with Figures 1 and 8 and their ranges; fresh rows of it are the same."""
+    """The fresh rows of Figure 1 of a recorded machine, and its settings; those of Figure 8 are the recorded ones."""
     root = tmp_path_factory.mktemp("recorded")
     folder = root / "results" / "h200"
     columns = {"calib_gemm_us": 10.0, "calib_copy_us": 20.0}
@@ -144,7 +139,9 @@ def recorded(tmp_path_factory):
         write_rows(root / "outputs" / "h200" / "rows" / f"{name}.csv", rows)
     machine = machine_of(folder, root / "figures" / "h200", PAPER, "h200")
     expected.write_expected(folder, machine.rows, machine.verdicts, machine.paper)
-    return root
+    paths = {name: str(root / name) for name in ("outputs", "results", "figures")} | {"paper_results": str(PAPER)}
+    settings = {"hardware": {"name": "h200"}, "scale": {"name": "laptop"}, "paths": paths}
+    return root / "outputs" / "h200" / "rows" / "fig01_batching.csv", OmegaConf.create(settings)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +156,8 @@ def test_the_status_counts_what_is_outside_at_the_recorded_speed(recorded, capsy
                 calib_gemm_us=10.0)
         for row in decode_rows(hardware="h200")
     ]  # fmt: skip
-    write_rows(recorded / "outputs" / "h200" / "rows" / "fig01_batching.csv", rows)
-    assert check(config(recorded)) == status
+    write_rows(recorded[0], rows)
+    assert check(recorded[1]) == status
     said = capsys.readouterr().out
     assert said.splitlines()[-1].startswith(ended)
     assert (" backbone llama-small step_latency   ms host_clock" in said) == (slower > 1)
@@ -169,6 +166,6 @@ def test_the_status_counts_what_is_outside_at_the_recorded_speed(recorded, capsy
 
 def test_rows_of_another_device_are_not_compared_nor_counted(recorded, capsys):
     rows = [replace(row, device="Another GPU", value=9 * row.value) for row in decode_rows(hardware="h200")]
-    write_rows(recorded / "outputs" / "h200" / "rows" / "fig01_batching.csv", rows)
-    assert check(config(recorded)) == 0
+    write_rows(recorded[0], rows)
+    assert check(recorded[1]) == 0
     assert "Measurements: not compared, recorded on" in capsys.readouterr().out
