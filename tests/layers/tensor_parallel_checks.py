@@ -30,13 +30,13 @@ from layer_cases import (
 )
 from torch import Tensor
 
-from punica.capture import capture
 from punica.parallel import (
     LogitsProcessor,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
+from tests.ops.helpers import captured
 
 NAMES = [
     *(f"{name}/plain" for name in LINEAR),
@@ -82,11 +82,7 @@ def check_graph(rank: int) -> bool:
     def run() -> list[Tensor]:
         return [layer(x) for layer in layers]
 
-    run()  # compiles, and connects the ranks
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with capture(graph):
-        outputs = run()
+    graph, outputs = captured(run)  # after a step that connects the ranks
     changed = True
     for slots, swap in ((MIXED, {}), (MIXED[::-1], {0: 1}), ([-1] * len(MIXED), {}), (MIXED, {2: 8, 1: 3})):
         before = [output.clone() for output in outputs]

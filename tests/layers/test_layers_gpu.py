@@ -24,12 +24,12 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from punica.adapters import LoRAModelManager
-from punica.capture import capture
 from punica.config import LoRAConfig
 from punica.layers import from_layer
 from punica.models import LlamaForCausalLM
 from punica.ops.backbone import PackedHeads
 from punica.parallel import ColumnParallelLinear
+from tests.ops.helpers import captured
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -48,15 +48,6 @@ def pair_of_layers(name: str, dtype: torch.dtype, **options: Any) -> tuple[Any, 
     return layers[0], layers[1]
 
 
-def captured(layer: Any, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    layer(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with capture(graph):
-        result = layer(x)
-    return graph, result
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "fp8"),
     [
@@ -70,7 +61,7 @@ def test_two_streams_equal_one(name: str, dtype: torch.dtype, fp8: str | None) -
     for layer in (one, two):
         layer.set_mapping(wrapper)
     x = torch.randn(T, IN, device=DEVICE).to(dtype)
-    graph, result = captured(two, x)
+    graph, result = captured(lambda: two(x))
     for slots in (MIXED, [-1] * T, [2] * T):
         use(wrapper, slots)
         x.normal_()
@@ -110,7 +101,7 @@ def test_beside_the_base_product_no_memory_is_touched_that_is_still_in_use(rows:
         torch.testing.assert_close(one, chain(x), rtol=5e-2, atol=5e-2)
     layer._streams = streams
     x = torch.empty_like(inputs[0])
-    graph, result = captured(chain, x)
+    graph, result = captured(lambda: chain(x))
     for i in range(100):
         x.copy_(inputs[i % 4])
         graph.replay()
@@ -158,10 +149,7 @@ def test_decoder_block_in_a_graph_sees_new_adapters(dtype: torch.dtype, dual: bo
         for slot in range(MAX_LORAS):
             layer.reset_lora(slot)
         assert not layer.filled_slots
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with capture(graph):
-        output = run()
+    graph, output = captured(run)
     swaps = [{}, {0: 8}, {2: 1, 3: 5}, {0: 3, 1: 8, 2: 8, 3: 8}, {}]
     for step, swap in enumerate(swaps):
         before = output.clone()

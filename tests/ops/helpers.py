@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from punica.capture import capture
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.interface import ALONE, Beside, Ops
 from punica.ops.scales import PLAIN, Scheme
@@ -20,17 +21,13 @@ from punica.ops.weights import LoRAWeights, Stack
 TOLERANCE = {torch.bfloat16: (1.6e-2, 1e-2), torch.float16: (4e-3, 2e-3), torch.float32: (1e-4, 1e-4)}
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int = 0) -> Tensor:
-    return (torch.randn(*shape, generator=generator(seed), dtype=torch.float64) * scale).to(dtype)
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(dtype)
 
 
 def random_slots(rows: int, num_slots: int, seed: int = 0) -> Tensor:
     """Slots in [-1, num_slots), in no order."""
-    return torch.randint(-1, num_slots, (rows,), generator=generator(seed))
+    return torch.randint(-1, num_slots, (rows,), generator=torch.Generator().manual_seed(seed))
 
 
 def step(slots: Sequence[int], device: str = "cpu", slot_count: int = 3, rows: int = 64) -> LoRABatch:
@@ -64,6 +61,16 @@ def products(
             else:
                 out[row, :live] = scaling * (weight[:live] @ x[row])
     return out
+
+
+def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The graph of a call, after one that compiles it, and what the call returned into it."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with capture(graph):
+        result = call()
+    return graph, result
 
 
 def assert_shrunk(out: Tensor, expected: Tensor) -> None:

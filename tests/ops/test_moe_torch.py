@@ -83,30 +83,19 @@ def gapped(tensor):
         (lambda g: {"lora_b": g.lora_b * 2}, ValueError, "slices"),
         (lambda g: {"lora_a": [g.lora_a[0].transpose(2, 3)]}, ValueError, "contiguous"),
         (lambda g: {"output": g.output[..., :30].contiguous()}, ValueError, "output with 30"),
+        (lambda g: {"rank": 9}, ValueError, "max_lora_rank is 9"),
+        (lambda g: {"top_k": 3}, ValueError, "top_k_num is 3"),
+        (lambda g: {"switches": {"offset": -1}}, ValueError, "offset -1"),
+        (lambda g: {"switches": {"offset": 99}}, ValueError, "offset 99"),
+        (lambda g: {"switches": {"fully_sharded": True, "add_inputs": False}}, ValueError, "add_inputs=False"),
     ],
 )
 def test_operands_that_do_not_fit(change, error, message):
     world = World(Case())
     given = world.given(moe_torch.moe_lora_align_block_size)
-    before, wrong = given.output.clone(), given._replace(**change(given))
+    changes = change(given)
+    rank, top_k = changes.pop("rank", 8), changes.pop("top_k", 2)
+    switches = world.switches._replace(**changes.pop("switches", {}))
     with pytest.raises(error, match=message):
-        moe_torch.fused_moe_lora(wrong, world.case.rank, world.case.top_k, world.switches)
-    assert torch.equal(given.output, before)
-
-
-@pytest.mark.parametrize(
-    ("rank", "top_k", "switches", "message"),
-    [
-        (9, 2, {}, "max_lora_rank is 9"),
-        (8, 3, {}, "top_k_num is 3"),
-        (8, 2, {"offset": -1}, "offset -1"),
-        (8, 2, {"offset": 99}, "offset 99"),
-        (8, 2, {"fully_sharded": True, "add_inputs": False}, "add_inputs=False"),
-    ],
-)
-def test_numbers_that_do_not_fit(rank, top_k, switches, message):
-    world = World(Case())
-    given = world.given(moe_torch.moe_lora_align_block_size)
-    with pytest.raises(ValueError, match=message):
-        moe_torch.fused_moe_lora(given, rank, top_k, world.switches._replace(**switches))
+        moe_torch.fused_moe_lora(given._replace(**changes), rank, top_k, switches)
     assert torch.equal(given.output, world.y)

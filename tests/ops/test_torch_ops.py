@@ -195,9 +195,6 @@ def test_plan_keeps_grouped_rows_in_place_and_sorts_scattered_ones():
     assert scattered.rows.tolist() == [*range(2, 24, 3), *range(0, 24, 3)]
     assert (scattered.all_active, scattered.num_tokens, scattered.max_slot) == (False, 24, 1)
 
-
-# --- calls on a known step: cuts that are used again follow every change of the operands -----------------------------
-
 SLOTS = torch.tensor([0, 0, 1, 2, 2, 3])
 
 
@@ -269,9 +266,6 @@ def test_scratch_serves_in_and_outside_of_inference_mode(first, monkeypatch):
             y = torch.zeros(3, 9, dtype=BF16)
             expand(h, b, y, step_of(slots))
             assert_close(y, products(h[0], b[0], slots))
-
-
-# --- refusals --------------------------------------------------------------------------------------------------------
 
 ONES = torch.ones
 INT = torch.int32

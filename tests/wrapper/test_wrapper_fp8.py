@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from punica.capture import capture
 from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
 from punica.wrapper import PunicaWrapperCPU, PunicaWrapperGPU
-from tests.ops.helpers import E4M3, E5M2, Fp8Stack, fp8, products, real_rows
+from tests.ops.helpers import E4M3, E5M2, Fp8Stack, captured, fp8, products, real_rows
 
 IDS, TABLE = [7, 0, 3, 7, 3], [3, None, 7]
 SLOTS = [2, -1, 0, 2, 0]
@@ -135,10 +134,7 @@ def test_a_captured_graph_follows_the_step(w8a8):
         wrapper.add_lora_linear(y, x, stored(a), stored(b), 1.0, WIDTHS, **given)
 
     wrapper.update_metadata(LoRAMapping(tuple(IDS), tuple(IDS)), TABLE, 4, 100)
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with capture(graph):
-        run()
+    graph, _ = captured(run)
     for ids in (IDS, [3, 3, 3, 0, 7], [7] * 5, [0] * 5):
         wrapper.update_metadata(LoRAMapping(tuple(ids), tuple(ids)), TABLE, 4, 100)
         y.zero_()

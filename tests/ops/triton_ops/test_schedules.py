@@ -121,9 +121,6 @@ def test_a_gpu_is_described_by_its_properties(monkeypatch):
     assert Gpu.of(CPU) == H200
 
 
-# --- measured schedules ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder of tables, empty."""

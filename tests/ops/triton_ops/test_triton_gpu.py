@@ -9,6 +9,7 @@ from triton_batches import EXPANDS, SHRINKS, Batch, assert_close, random_slots
 
 from punica.capture import capture
 from punica.ops.triton_ops import lora_linear, lora_shrink
+from tests.ops.helpers import captured
 
 pytestmark = pytest.mark.gpu
 FP16 = torch.float16
@@ -65,11 +66,7 @@ def test_one_graph_replays_over_any_mapping(shrink, expand, pdl, use_schedules):
         lora_linear(y, batch.x, batch.a, batch.b, *args, 0.5, pdl=pdl)
         lora_shrink(batch.x, batch.a, h, *args, 0.5)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with capture(graph):
-        step()
+    graph, _ = captured(step)
     numbers = random.Random(0)
     for i in range(20):
         length = numbers.choice([tokens, tokens, 5, 1])

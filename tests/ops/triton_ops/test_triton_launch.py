@@ -23,9 +23,6 @@ from tests.ops.triton_ops import kernel_calls
 FP16 = torch.float16
 
 
-# ---- the direct launch
-
-
 def jitted() -> MagicMock:
     """Stands in for a jitted kernel: ``kernel[grid](...)`` gives the compiled one, whose ``run`` starts it."""
     kernel = MagicMock(arg_names=("x_ptr", "stride_t", "stride_k", "BLOCK"))
@@ -119,9 +116,6 @@ def test_launches_share_a_kernel_that_triton_would_not_compile_anew():
     others = [launch_of(kernel, strides=strides) for strides in ((65, 1), (64, 2), (1 << 40, 1))]
     others += [launch_of(kernel, block=32), launch_of(jitted())]
     assert all(other.binary is not first.binary for other in others)
-
-
-# ---- plans
 
 
 @pytest.fixture

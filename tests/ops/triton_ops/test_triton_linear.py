@@ -68,9 +68,6 @@ def test_unaligned_views(device):
         batch.check(batch.linear(y, x))
         batch.check(batch.linear())
 
-
-# --- on a step: rows one by one, and tiles read from its lists -------------------------------------------------------
-
 FORMS = {
     "rows": (SHRINKS["rows"], EXPANDS["rows"]),
     "tiles": (SHRINKS["tiles"], EXPANDS["tiles"]),

@@ -5,7 +5,6 @@ import torch
 import triton
 import triton.language as tl
 
-from punica.capture import capture
 from punica.metadata import LoRAMapping
 from punica.ops.triton_ops import moe_align, moe_rules
 from punica.ops.triton_ops.configs import Options
@@ -13,6 +12,7 @@ from punica.ops.triton_ops.launch import supports_pdl
 from punica.ops.triton_ops.moe_ops import fused
 from punica.ops.triton_ops.moe_plan import How
 from punica.wrapper import PunicaWrapperGPU
+from tests.ops.helpers import captured
 from tests.ops.moe_cases import E4M3, E5M2, Case, World, add_w2, add_w13, narrow
 
 pytestmark = pytest.mark.gpu
@@ -46,11 +46,7 @@ def test_a_graph_replays_other_mappings_and_routings(tokens, experts, top_k, fp8
         return y2
 
     begin([row % 3 for row in range(tokens)], 0)
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with capture(graph):
-        output = run()
+    graph, output = captured(run)
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         mapping = torch.randint(-1, 4, (tokens - seed % 3,), generator=generator).tolist()

@@ -60,7 +60,7 @@ class Batch:
         """Fill slots that no row uses with NaN, or (``ranks``) lanes beyond the adapters' own."""
         for i, (a, b) in enumerate(zip(self.a, self.b, strict=True)):
             for slot in range(self.slot_count):
-                live = self.rank_of(i, slot) if ranks else self.rank if slot in self.slots else 0
+                live = self.ranks_of(i)[slot] if ranks else self.rank if slot in self.slots else 0
                 a[slot, :, live:] = b[slot, ..., live:] = float("nan")
 
     def shrink(self, out: torch.Tensor, x: Any = None, a: Any = None, **options: Any) -> torch.Tensor:
@@ -84,11 +84,8 @@ class Batch:
         delta = self.expanded(self.shrunk()) + (before if add else 0)
         assert_close(y, torch.where(self.has_adapter, delta, before), self.dtype)
 
-    def rank_of(self, i: int, slot: int) -> int:
-        return self.rank if self.ranks is None else self.ranks[i][slot]
-
-    def ranks_of(self, i: int) -> Sequence[int] | None:
-        return None if self.ranks is None else self.ranks[i]
+    def ranks_of(self, i: int) -> Sequence[int]:
+        return [self.rank] * self.slot_count if self.ranks is None else self.ranks[i]
 
     def shrunk(self) -> torch.Tensor:
         """scaling * x A^T, [n, T, r] float64, 0 without adapter and beyond the rank."""

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from punica.capture import capture
 from punica.ops.triton_ops.backbone import Pages, choose_splits, decode_attention
+from tests.ops.helpers import captured
 
 PAGE = 16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -204,10 +204,7 @@ def test_a_captured_graph_follows_lengths_and_tables(splits: int) -> None:
     out = torch.empty_like(q)
     call = (out, q, keys, values, Pages(table, lengths, order, PAGE), splits)
     lengths.zero_()
-    decode_attention(*call)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with capture(graph):
-        decode_attention(*call)
+    graph, _ = captured(lambda: decode_attention(*call))
     for world in worlds:
         for target, source in ((q, world.q), (table, world.table), (lengths, world.lengths)):
             target.copy_(source)
