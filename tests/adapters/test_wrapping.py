@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adapter_world import VOCAB, Tenants, decode, tree
+from adapter_world import Tenants, decode, tree
 from torch import Tensor, nn
 
 from punica.adapters import LoRAModelManager, is_in_target_modules
@@ -47,17 +47,13 @@ def test_target_filter(make_manager, targets, wrapped):
         make_manager(target_modules=["nothing"])
 
 
-def manage(model: nn.Module, **config: object) -> LoRAModelManager:
-    return LoRAModelManager(model, 4, 16, VOCAB, LoRAConfig(**config), "cpu")
-
-
 def test_layer_without_lora_class_leaves_the_model_alone():
     model = tree(proj=ReplicatedLinear(6, 8), strange=QKVParallelLinear(6, 2, 2))
     model.packed_modules_mapping = {"strange": ["q", "kv"]}
     with pytest.raises(ValueError, match="no layer that LoRA supports"):
-        manage(tree(plain=nn.Linear(3, 3)))
-    with pytest.raises(ValueError, match=r"'strange' of class QKVParallelLinear \(packed parts.*max_loras=1"):
-        manage(model)
+        managed(tree(plain=nn.Linear(3, 3)))
+    with pytest.raises(ValueError, match=r"'strange' of class QKVParallelLinear \(packed parts.*max_loras=2"):
+        managed(model)
     assert type(model.proj) is ReplicatedLinear
 
 

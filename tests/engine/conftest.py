@@ -5,12 +5,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from punica.engine.runner import ModelRunner
 from tests.world import Backbone, Wish, write_backbone
 
 
 @pytest.fixture(scope="session")
 def backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
     return write_backbone(tmp_path_factory.mktemp("backbone"))
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's steps, and a GPU's, where a step begins before the host has read the one before."""
+    monkeypatch.setattr(ModelRunner, "works_ahead", request.param)
 
 
 @pytest.fixture(scope="session")

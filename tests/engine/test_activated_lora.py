@@ -11,7 +11,6 @@ import transformers
 
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine, GenerationResult, Request, RequestState
-from punica.engine.runner import ModelRunner
 from punica.scheduling import SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -95,10 +94,8 @@ def test_the_oracle_tells_a_beginning_from_the_whole(oracle) -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7, 38])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_two_adapters_beside_the_base(backbone, oracle, monkeypatch, chunk, ahead) -> None:
+def test_two_adapters_beside_the_base(backbone, oracle, chunk, ahead) -> None:
     """An occurrence at the end, at the beginning, twice, none, and one that is generated only; 38: cut inside of it."""
-    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
     sizes = {} if chunk is None else {"admission": "chunked", "prefill_chunk": chunk}
     wishes = [
         ((*CONTEXT, 5, 6), 11, 6), ((*CONTEXT, 7, 1, 2), 12, 6), (CONTEXT, 0, 6), ((5, 6, *CONTEXT[:9]), 11, 6),
@@ -121,11 +118,7 @@ def test_an_invocation_that_is_generated_does_not_activate(backbone, oracle) -> 
     assert state.output_token_ids == tokens
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_prefix_of_the_base_serves_16_adapters_and_is_held_once(
-    backbone, oracle, monkeypatch, tmp_path, ahead
-) -> None:
-    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
+def test_a_prefix_of_the_base_serves_16_adapters_and_is_held_once(backbone, oracle, tmp_path, ahead) -> None:
     engine = backbone.engine("fcfs_many", prefix_cache=True, block_size=4, max_batch_size=16, num_blocks=100)
     check(oracle, engine, (CONTEXT, 0, 1))
     adapters = [activated(backbone, tmp_path, number, (5,)) for number in range(20, 36)]

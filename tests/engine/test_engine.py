@@ -17,14 +17,14 @@ from tests.world import are_served, finish, tokens_of
 
 
 def state(engine: Engine) -> tuple:
-    """Everything that a refused request must not change."""
+    """Everything that a refused request or a warm-up must not change."""
+    manager, blocks, scheduler = engine.manager, engine.blocks, engine.scheduler
     return (
-        engine.has_unfinished(),
-        [request.request_id for request in engine.scheduler.waiting],
-        engine.blocks.owners(),
-        list(engine.manager.lora_index_to_id),
-        sorted(engine.manager.list_adapters()),
-    )
+        manager.list_adapters(), list(manager.lora_index_to_id), manager.pinned_adapters, blocks.num_free,
+        blocks.owners(), list(scheduler.waiting), list(scheduler.running), engine.has_unfinished(), engine.is_ahead,
+        [sorted(layer.filled_slots) for layer in manager.modules.values() if layer.skips_when_empty],
+        [slots.abs().sum().item() for layer in manager.modules.values() for slots in layer.lora_b_stacked],
+    )  # fmt: skip
 
 
 def test_steps_report_tokens_finished_requests_and_statistics(backbone) -> None:

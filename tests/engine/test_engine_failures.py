@@ -9,7 +9,6 @@ import torch
 
 from punica.adapters import LoRARequest, random_adapter
 from punica.engine import Request, RequestStatus
-from punica.engine.runner import ModelRunner
 from punica.scheduling import SamplingParams
 from tests.world import are_served, byte_tokenizer, damage, finish, is_of, steps, tokens_of
 
@@ -23,10 +22,8 @@ def copied(backbone, tmp_path: Path) -> LoRARequest:
     return LoRARequest("copy 9", 9, str(tmp_path / "copy"))
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 @RULES
-def test_an_unloadable_adapter_takes_no_other_request_along(backbone, copied, monkeypatch, rule, ahead) -> None:
-    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
+def test_an_unloadable_adapter_takes_no_other_request_along(backbone, copied, rule, ahead) -> None:
     damage(copied.lora_path)
     engine = backbone.engine(rule)
     adapters = [backbone.adapters[1], copied, backbone.adapters[3], copied, backbone.adapters[4]]

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from punica.adapters import LoRARequest
 from punica.checks import MOST_MIXED
 from punica.engine import Engine, Mixture, Request
-from punica.engine.runner import ModelRunner
 from punica.scheduling import SamplingParams
 from tests.engine.test_activated_lora import Generated, check_generated, generated
 from tests.world import adapter_of_the_ends
@@ -70,15 +69,11 @@ def serve(oracle: Oracle, engine: Engine, expected: list[tuple], wishes=WISHES) 
     return states
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     "sizes", [{"max_loras": 3}, {}, {"speculate": 2}, {"admission": "chunked", "prefill_chunk": 7}], ids=str
 )
-def test_tokens_are_those_of_merged_adapters_beside_plain_requests(
-    backbone, oracle, expected, monkeypatch, sizes, ahead
-) -> None:
+def test_tokens_are_those_of_merged_adapters_beside_plain_requests(backbone, oracle, expected, sizes, ahead) -> None:
     """Three slots: mixtures wait for all their adapters together, and evict others'."""
-    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
     engine = backbone.engine(**sizes)
     serve(oracle, engine, expected)
     assert not engine.manager._held, "no version is held by a request that has ended"

@@ -8,7 +8,6 @@ import torch
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine, EngineConfig, Request
 from punica.engine import runner as runner_module
-from punica.engine.runner import ModelRunner
 from punica.scheduling import SamplingParams
 from tests.world import are_served, damage, finish
 
@@ -25,11 +24,6 @@ def huge(backbone, tmp_path: Path) -> LoRARequest:
     folder = write_random_adapter(tmp_path / "huge", backbone.config, 4, 9)
     damage(folder, 1e30)
     return LoRARequest("huge", 9, str(folder))
-
-
-@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
-def ahead(request, monkeypatch) -> None:
-    monkeypatch.setattr(ModelRunner, "works_ahead", request.param)
 
 
 def failures(engine: Engine) -> dict[str, str | None]:

@@ -5,15 +5,10 @@ import re
 import pytest
 
 from punica.engine import Engine
-from punica.engine.runner import ModelRunner
 from punica.scheduling import RequestStatus
 from tests.world import are_served, finish, steps, tokens_of
 
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["in turn", "ahead"])
-def works_ahead(request, monkeypatch) -> None:
-    """A CPU's steps, and a GPU's, where a step begins before the host has read the one before."""
-    monkeypatch.setattr(ModelRunner, "works_ahead", request.param)
+pytestmark = pytest.mark.usefixtures("ahead")
 
 
 def pin(engine: Engine, backbone, *ids: int) -> None:

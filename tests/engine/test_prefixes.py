@@ -28,9 +28,7 @@ def run(engine: Engine, *requests: Request) -> tuple[list[list[int]], list]:
 # --- chunks ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_prompts_share_the_rows_of_a_step_and_decode_rows_never_wait(backbone, monkeypatch, ahead) -> None:
-    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
+def test_prompts_share_the_rows_of_a_step_and_decode_rows_never_wait(backbone, ahead) -> None:
     engine = backbone.engine("chunked", prefill_chunk=8)
     assert engine.config.max_num_batched_tokens == 8 + 8, "rows staged are bound by the chunk, not by prompts"
     prompts = [PREFIX[:3], PREFIX[:20], PREFIX[5:10], PREFIX[:2]]
@@ -65,9 +63,7 @@ def test_settings_that_do_not_fit_each_other(backbone, admission, sizes) -> None
 # --- prefixes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_prefix_is_computed_once_for_each_adapter_and_salt(backbone, monkeypatch, ahead) -> None:
-    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
+def test_a_prefix_is_computed_once_for_each_adapter_and_salt(backbone, ahead) -> None:
     engine = backbone.engine(prefix_cache=True, block_size=4)
     hits = []
     for name, adapter_id, salt in (
@@ -97,9 +93,7 @@ def test_calls_share_prefixes_with_those_of_an_equal_salt(backbone, way) -> None
     assert hits == [0, 0, 20, 20]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_turns_of_a_chat_take_what_was_generated(backbone, monkeypatch, ahead) -> None:
-    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
+def test_turns_of_a_chat_take_what_was_generated(backbone, ahead) -> None:
     engine, prompt = backbone.engine(prefix_cache=True, block_size=4), PREFIX[:6]
     for turn, hit in enumerate((0, 12, 24)):
         (tokens,), steps = run(engine, Request(str(turn), prompt, 7, backbone.adapters[3]))
@@ -158,10 +152,8 @@ def test_a_hit_of_other_weights_than_were_loaded_then_is_given_back(backbone, mo
 @pytest.mark.parametrize(
     ("admission", "sizes"), [("fcfs_many", {}), ("chunked", {"prefill_chunk": 8})], ids=["joined", "under way"]
 )
-@pytest.mark.parametrize("ahead", [False, True])
 def test_an_interrupt_while_an_adapter_is_hashed(backbone, monkeypatch, ahead, admission, sizes) -> None:
     """It meets the queue's second request, where the first has joined, or its prompt's next piece is planned."""
-    monkeypatch.setattr(ModelRunner, "works_ahead", ahead)
     engine = backbone.engine(admission, prefix_cache=True, block_size=4, **sizes)
     engine.manager.add_adapter(backbone.adapters[1])
     first = engine.add_request(Request("a", PREFIX[:13], 5))

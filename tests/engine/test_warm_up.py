@@ -6,22 +6,13 @@ import torch
 from punica.engine import Engine, EngineConfig, SamplingParams
 from punica.engine.runner import ModelRunner, StepInputs, StepRows
 from punica.scheduling import Span, StepLayout
+from tests.engine.test_engine import state
 from tests.world import finish, tokens_of
 
 
 def build(backbone, warm_up: bool | None) -> Engine:
     config = EngineConfig(max_batch_size=3, max_model_len=32, seed=5)
     return Engine(backbone.model(), config.lora_config(16, max_loras=3), config, warm_up=warm_up)
-
-
-def state(engine: Engine) -> tuple:
-    manager, blocks, scheduler = engine.manager, engine.blocks, engine.scheduler
-    return (
-        manager.list_adapters(), list(manager.lora_index_to_id), manager.pinned_adapters, blocks.num_free,
-        blocks.owners(), list(scheduler.waiting), list(scheduler.running), engine.has_unfinished(), engine.is_ahead,
-        [sorted(layer.filled_slots) for layer in manager.modules.values() if layer.skips_when_empty],
-        [slots.abs().sum().item() for layer in manager.modules.values() for slots in layer.lora_b_stacked],
-    )  # fmt: skip
 
 
 @pytest.fixture

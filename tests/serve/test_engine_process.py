@@ -27,7 +27,7 @@ from punica.serve.backend import Call
 from punica.serve.process import EngineProcess, portable, send
 from punica.serve.stepper import EngineStepper
 from tests.serve.engines import Peculiar, builder, ending, refusing, threads
-from tests.serve.world import LONG, World, events, get, metric, post, python, served, wait_until
+from tests.serve.world import LONG, World, check_stop, events, get, metric, post, python, served, wait_until
 
 LIMIT_S = 600
 """For processes that import torch on a busy machine."""
@@ -60,23 +60,8 @@ def test_calls_of_a_process_that_dies_get_one_clear_error(
 
 
 def test_stopping_ends_what_is_unfinished_and_what_has_ended_stays(world: World, tmp_path: Path) -> None:
-    async def scenario(process: EngineProcess) -> None:
-        process.start()
-        ended, open_call = (Call([Request(name, [1], count)], False) for name, count in (("a", 1), ("b", 120)))
-        await process.submit(ended)
-        await process.submit(open_call)
-        while ended.num_unfinished:
-            await asyncio.sleep(0.01)
-        await process.stop()
-        assert [len(piece.token_ids) async for batch in ended.batches() for piece in batch] == [1]
-        with pytest.raises(Exception, match="the server is stopping"):
-            await anext(open_call.batches())
-        with pytest.raises(Exception, match="the server is stopping"):
-            await process.submit(Call([Request("c", [1], 1)], False))
-        process.abort(open_call)
-
     with EngineProcess(builder(world, tmp_path / "failures")) as process:
-        asyncio.run(scenario(process))
+        asyncio.run(check_stop(process))
         assert process._process.exitcode == 0
 
 

@@ -22,10 +22,9 @@ from punica.engine import Request, SamplingParams, StepStatistics
 from punica.serve import runners
 from punica.serve.app import Settings, make_app
 from punica.serve.backend import Call
-from punica.serve.errors import ApiError
 from punica.serve.runners import RunnerMetrics, RunnersThread
 from tests.serve.runners_world import build_of, local, use_local_runners
-from tests.serve.world import events, state_of, text_of, wait_until
+from tests.serve.world import check_stop, events, state_of, text_of, wait_until
 
 LONG = {"prompt": "hello", "ignore_eos": True, "max_tokens": 60}
 
@@ -123,22 +122,8 @@ def test_a_cancelled_call_leaves_its_runner_at_once(cluster: RayCluster, world: 
     assert not cluster.has_unfinished()
 
 
-def test_stopping_ends_what_is_unfinished_and_leaves_the_cluster(cluster: RayCluster, world: Any) -> None:
-    async def scenario() -> None:
-        thread = RunnersThread(cluster)
-        thread.start()
-        call = Call([Request("long", [1], SamplingParams(120, ignore_eos=True), world.adapters[0])], streams=True)
-        await thread.submit(call)
-        await anext(call.batches())
-        await thread.stop()
-        with pytest.raises(ApiError, match="stopping"):
-            async for _ in call.batches():
-                pass
-        with pytest.raises(ApiError, match="stopping") as caught:
-            await thread.submit(call)
-        assert (caught.value.status, thread.health) == (503, "failed")
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+def test_stopping_ends_what_is_unfinished_and_leaves_the_cluster(cluster: RayCluster) -> None:
+    asyncio.run(asyncio.wait_for(check_stop(RunnersThread(cluster)), 60))
     assert not cluster.has_unfinished()
     assert cluster.generate([[1, 2]], None, 3)[0].finish_reason == "length"
 

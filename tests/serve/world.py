@@ -1,5 +1,6 @@
 """A tiny checkpoint with text and adapters on disk, and servers of it."""
 
+import asyncio
 import json
 import os
 import re
@@ -15,14 +16,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx2
+import pytest
 from fastapi import FastAPI
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from punica.adapters import LoRARequest, write_random_adapter
-from punica.engine import Engine
+from punica.engine import Engine, Request
 from punica.serve.app import Settings, make_app
-from punica.serve.backend import Metrics, SteppingThread
+from punica.serve.backend import Backend, Call, Metrics, SteppingThread
+from punica.serve.errors import ApiError
 from punica.serve.server import Server, listen
 from punica.serve.stepper import EngineStepper
 from tests.world import CHAT, END, VOCAB, byte_tokenizer, write_backbone
@@ -81,6 +84,24 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
     made.chat_template = CHAT
     return made
+
+
+async def check_stop(backend: Backend) -> None:
+    """Start and stop a backend: what has ended stays, what has not ends with an error, as does what comes later."""
+    backend.start()
+    ended, unfinished = (Call([Request(name, [1], count)], False) for name, count in (("a", 1), ("b", 120)))
+    await backend.submit(ended)
+    await backend.submit(unfinished)
+    while ended.num_unfinished:
+        await asyncio.sleep(0.01)
+    await backend.stop()
+    assert [len(piece.token_ids) async for batch in ended.batches() for piece in batch] == [1]
+    with pytest.raises(ApiError, match="the server is stopping"):
+        await anext(unfinished.batches())
+    with pytest.raises(ApiError, match="the server is stopping") as caught:
+        await backend.submit(Call([Request("c", [1], 1)], False))
+    backend.abort(unfinished)
+    assert (caught.value.status, backend.health) == (503, "failed")
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
