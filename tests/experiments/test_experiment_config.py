@@ -12,7 +12,7 @@ from experiments.harness.catalogue import experiments
 from experiments.harness.command import or_exit, register_app
 from experiments.harness.resume import run
 from experiments.harness.schema import CONF, BatchConf, ConfigError
-from experiments.harness.settings import choice, folders, keys_read, refuse_unread, settle
+from experiments.harness.settings import choice, keys_read, refuse_unread, settle
 from experiments.measure import environment
 
 ALL = {experiment.name: experiment for experiment in experiments()}
@@ -116,12 +116,6 @@ def test_a_cpu_empties_its_caches_beyond_the_last_level_that_it_reports(tmp_path
     monkeypatch.setattr(environment, "l3_mib", lambda: l3)
     for words, expected in ((["scale=laptop"], flush), (["scale=laptop", "hardware.flush_mib=7"], 7)):
         assert settled(tmp_path, OPERATORS, *words).hardware.flush_mib == expected
-
-
-def test_smoke_rows_are_apart(tmp_path):
-    smoke, laptop = folders(composed(tmp_path)), folders(composed(tmp_path, "scale=laptop"))
-    assert smoke.fresh_rows == tmp_path / "cpu" / "smoke" / "rows"
-    assert laptop.fresh_rows == tmp_path / "cpu" / "rows"
 
 
 def test_deciding_what_is_stale_needs_no_torch():

@@ -5,19 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import TINY, tiny_world, values
+from tiny import tiny_world, values
 
 from experiments.benches.engine_steps import clear
 from experiments.facts.systems import ENGINE, entries
 from experiments.harness import CheckFailed
-from experiments.harness.schema import DType
 from experiments.systems import open_loop
 from experiments.systems.loaded import FromFolders, Loaded, begin_steadily, capacity_of, check_system, load
 from experiments.systems.open_loop import DISK, MEMORY, SLOT, Arrival, Trace, Traced
 from experiments.systems.serving import World
 from experiments.systems.stream import Job, paper_stream
-from experiments.systems.weights import Limits
-from experiments.workload import drawn_adapters
 from experiments.workload.arrivals import Span
 
 PROMPT = (5, 9, 77)
@@ -227,20 +224,3 @@ def test_a_graph_captured_while_the_clock_runs_costs_the_row(systems, monkeypatc
     with pytest.raises(CheckFailed, match="punica captured a CUDA graph while it was timed"):
         timed(system, [Job(PROMPT, 2, 1)] * 4, Ticks(system, monkeypatch))
     assert not system.engine.has_unfinished()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("folders", [False, True], ids=["memory", "folders"])
-def test_loads_on_a_gpu(folders, tmp_path: Path) -> None:
-    """Steps are graphs, slots are written beside them, images of evicted adapters are staged again."""
-    half = TINY.model_copy(update=dict(dtype=DType.float16, hidden_size=256, intermediate_size=512))
-    world = World(half, "cuda", Limits(4, 48), 8)
-    system = FromFolders(world, "punica", 2, 4, tmp_path) if folders else Loaded(world, "punica_resident_first", 2)
-    jobs = [Job(PROMPT, 6, 1 + int(index)) for index in drawn_adapters("Uniform", 12, 64, seed=2)]
-    check_system(system, jobs, 5, 4)
-    rate, span = capacity_of(system, jobs, 0.5)[0].value / 2, Span(0.1, 1.0, 20.0)
-    users = open_loop.users_of(load(system, jobs, rate, span, seed=0), span)
-    assert all(user.ended for user in users)
-    assert {user.place for user in users} <= {SLOT, MEMORY, DISK}
-    assert (DISK in {user.place for user in users}) == folders
-    check_system(system, jobs, 5, 4)

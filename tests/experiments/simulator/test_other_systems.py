@@ -57,14 +57,6 @@ class World:
             self.policy.end_step(gpu)
 
 
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [("punica", "cccbb"), ("released", "cccbb"), ("least_loaded", "cbacb"), ("round_robin", "abcab")],
-)
-def test_where_five_equal_requests_go(rule: str, expected: str) -> None:
-    assert World(rule, batch=3).ask(1, 5) == expected
-
-
 def test_llm_d_returns_to_the_home_of_an_adapter_that_has_no_request_there() -> None:
     for rule, moves in (("llm_d", False), ("least_loaded", True)):
         world = World(rule)
