@@ -1,14 +1,13 @@
 """Measurement of a grid: repeats spread in time, disturbed ones measured again, within a share of time.
 
 A point is measured once per pass; odd passes run backwards, which cancels a drift. Rows are on disk at once. A repeat
-that `measure.disturbance` marks is measured again up to `scale.tries` times; only a quieter one replaces rows. What
-does not fit into the `budget` is left out and counted.
+that `measure.disturbance` marks is measured again at the end, up to `scale.tries` times; only a quieter one replaces
+rows. What does not fit into the `budget` is left out and counted.
 """
 
 import itertools
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -56,7 +55,6 @@ class Passes:
         self.experiment, self.rows, self.budget, self._clocks = experiment, rows, budget, clocks
         self.cfg = next(iter(clocks.values()))
         self._columns, self._digest, self._noise = columns, digest, noise
-        self._tries: Counter[tuple[str, int]] = Counter()
         self._wrong: set[str] = set()  # labels of points whose check failed
 
     def run(self, pending: Sequence[Point], outcome: Outcome) -> None:
@@ -64,25 +62,21 @@ class Passes:
         passes, begun = list(self._passes(pending)), False
         self._left, self.outcome = len(pending), outcome  # points to be measured, all passes together
         with tqdm(total=len(pending), desc=self.experiment.name, unit="point", dynamic_ncols=True) as self.progress:
-            self._so_far: list[Group] = []
             for index, groups in enumerate(passes):
-                self._so_far += groups
                 if index:
                     left = itertools.chain.from_iterable(passes[index:])
                     seconds = sum(self.budget.estimate(_key(group)) for group in left)
                     self._say(f"{len(passes) - index} of {len(passes)} passes left, at most {seconds / 60:.1f} min")
                 new = any(self._noise_of(group) is None for group in groups)
                 self._pass(groups, may_give_way=self.budget.firm or (index > 0 and (begun or not new)))
-                if 2 * len(self._marked()) <= len(groups):  # else other work still runs and would disturb them again
-                    self._measure_marked()
                 begun |= new
             for _ in range(self.cfg.scale.tries):
-                self._measure_marked()
+                self._measure_marked(passes)
             if outcome.left_out:
                 self._say(
                     f"{outcome.left_out} measurements did not fit into its time; the same command goes on with them"
                 )
-        outcome.disturbed = sum(map(len, self._marked()))
+        outcome.disturbed = sum(map(len, self._marked(passes)))
 
     def _passes(self, pending: Sequence[Point]) -> Iterator[list[Group]]:
         for repeat in sorted({point.repeat for point in pending}):
@@ -102,12 +96,10 @@ class Passes:
             self._left -= len(group)
             self.progress.update(len(group))
 
-    def _measure_marked(self) -> None:
+    def _measure_marked(self, passes: Iterable[list[Group]]) -> None:
         """Measure marked groups once more, the most disturbed first, where the time that each took before is left."""
-        for group in sorted(self._marked(), key=lambda group: -(self._noise_of(group) or 0.0)):
-            name = _key(group), group[0].repeat
-            if self._tries[name] < self.cfg.scale.tries and self.budget.fits(_key(group)):
-                self._tries[name] += 1
+        for group in sorted(self._marked(passes), key=lambda group: -(self._noise_of(group) or 0.0)):
+            if self.budget.fits(_key(group)):
                 self.progress.set_postfix_str(f"again: {group[0].label()}", refresh=True)
                 self._measure(group)
 
@@ -151,8 +143,8 @@ class Passes:
         found = [self._noise.get((self._digest(point), point.repeat)) for point in group]
         return None if None in found else max(value for value in found if value is not None)
 
-    def _marked(self) -> list[Group]:
-        return [group for group in self._so_far if self._noise_of(group) is not None]
+    def _marked(self, passes: Iterable[list[Group]]) -> list[Group]:
+        return [group for groups in passes for group in groups if self._noise_of(group) is not None]
 
     def _leave_out(self, group: Group) -> None:
         """Count `group` as left out for want of time; rows of earlier runs stay, with their marks."""
