@@ -39,11 +39,11 @@ class Options(Settings):
     out: Path | None = None  # url: file.json that receives the results
 
 
-def lines(world: World) -> str:
-    """Return what to type to start each server."""
+def lines(world: World, most: int) -> str:
+    """Return what to type to start each server, with room for ranks up to ``most``."""
     checkpoint, root = (quote(str((world.folder / name).resolve())) for name in (CHECKPOINT, ADAPTERS))
     given = [f"{name}={quote(str(world.adapter(name)))}" for name in world.models[1:]]
-    rank = max(8, 1 << (max(tenant.rank for tenant in world.tenants) - 1).bit_length())  # vLLM takes few other sizes
+    rank = max(8, 1 << (most - 1).bit_length())  # vLLM takes few other sizes
     template = Path(cases.__file__).with_name("servers.txt").read_text(encoding="utf-8")
     return template.format(
         checkpoint=checkpoint, root=root, rank=rank, length=MAX_LEN, cached=len(given) + 2,
@@ -88,7 +88,7 @@ def conformance(options: Options) -> None:
         raise ConfigError(f"out={out} is in no folder that is there: give another")
     if made:
         world = make(made, options.tenants, options.ranks, options.seed)
-        print(f"{made}: {len(world.tenants)} adapters\n\n{lines(world)}")
+        print(f"{made}: {options.tenants} adapters\n\n{lines(world, max(options.ranks))}")
         return
     results = asyncio.run(results_of(options, read(Path(str(options.folder)).expanduser())))
     print("", table(results), sep="\n")

@@ -3,10 +3,10 @@ float32, only where no 16-bit rounding could turn one.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -38,15 +38,6 @@ POISONS = {"poison-nan": math.nan, "poison-inf": math.inf, "poison-huge": 1e38}
 CHECKPOINT, ADAPTERS = "checkpoint", "adapters"
 
 
-class Tenant(NamedTuple):
-    """One adapter: its name, rank, layers that it changes, and `lora_alpha / rank`."""
-
-    name: str
-    rank: int
-    subset: tuple[str, ...] = ALL
-    scaling: int = 1
-
-
 @dataclass(frozen=True)
 class Prompt:
     """A prompt, what each model says to it, and the models that are ``sure``: their tokens keep the margin, and are no
@@ -64,15 +55,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class World:
-    """Folder with a checkpoint and adapters, and their right tokens."""
+    """Folder with a checkpoint and adapters, and the right tokens of these models, the base first."""
 
     folder: Path
-    tenants: Sequence[Tenant]
-    prompts: Sequence[Prompt] = ()
-
-    @property
-    def models(self) -> list[str]:
-        return [BASE, *(tenant.name for tenant in self.tenants)]
+    models: list[str]
+    prompts: list[Prompt] = field(default_factory=list)
 
     def adapter(self, name: str) -> Path:
         return (self.folder / ADAPTERS / name).resolve()
@@ -82,45 +69,8 @@ class World:
         return [one for one in self.prompts if {*models} <= {*one.sure} and (len(one.ids) > PREFIX) == shares]
 
 
-class Oracle:
-    """The models of a world by name: merged in float32, and with adapters beside the weights in bfloat16."""
-
-    def __init__(self, world: World) -> None:
-        self.full, self.half = (
-            {name: _loaded(world, name, dtype) for name in world.models} for dtype in (torch.float32, torch.bfloat16)
-        )
-
-    @torch.inference_mode()
-    def answers(self, name: str, prompts: Tensor) -> tuple[list[Tokens], list[bool]]:
-        """Compute the tokens after each of `prompts` `[prompts, length]`, and whether 16 bits keep them for sure."""
-        tokens, logits = _greedy(self.full[name], prompts)
-        best, second = logits.topk(2, -1).values.unbind(-1)
-        error = self.half[name](torch.cat([prompts, tokens], 1)).logits[:, -COUNT - 1 : -1].float() - logits
-        safe = (best - second).amin(1) > SAFETY * error.abs().amax((1, 2))
-        return _tuples(tokens), (safe & (tokens < END).all(1)).tolist()  # no end of a text, no unknown word
-
-    @torch.inference_mode()
-    def leaked(self, name: str, other: str, prompts: Tensor) -> list[Tokens]:
-        """Compute the tokens over keys and values of the shared prefix that are `other`'s."""
-        cache = DynamicCache(config=self.full[BASE].config)
-        self.full[other](prompts[:, :PREFIX], past_key_values=cache)
-        return _tuples(_greedy(self.full[name], prompts, past_key_values=cache)[0])
-
-    def prompts(self, ids: Tensor) -> list[Prompt]:
-        """Have all models answer prompts `[prompts, length]`; those longer than `PREFIX` share it."""
-        answers = {name: self.answers(name, ids) for name in self.full}
-        leaking = self.full if ids.shape[1] > PREFIX else ()
-        leaked = {name: self.leaked(name, WARMER, ids) for name in leaking if name != WARMER}
-        made = []
-        for number, one in enumerate(_tuples(ids)):
-            said = {name: tokens[number] for name, (tokens, _) in answers.items()}
-            others = {name: [*said.values(), *([leaked[name][number]] if name in leaked else [])] for name in said}
-            own = [name for name, (_, safe) in answers.items() if safe[number] and others[name].count(said[name]) == 1]
-            made.append(Prompt(one, said, tuple(own)))
-        return made
-
-
-def _loaded(world: World, name: str, dtype: torch.dtype) -> Any:
+def loaded(world: World, name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Load a model: merged in float32, with its adapter beside the weights in bfloat16."""
     model: Any = LlamaForCausalLM.from_pretrained(world.folder / CHECKPOINT, dtype=dtype).eval()
     if name == BASE:
         return model
@@ -129,7 +79,7 @@ def _loaded(world: World, name: str, dtype: torch.dtype) -> Any:
     return model.merge_and_unload() if is_full else model
 
 
-def _greedy(model: Any, prompts: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+def greedy(model: Any, prompts: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
     """Return greedy tokens `[prompts, COUNT]` and their logits `[prompts, COUNT, vocabulary]`."""
     made = model.generate(
         prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=COUNT, do_sample=False, eos_token_id=None,
@@ -138,28 +88,50 @@ def _greedy(model: Any, prompts: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
     return made.sequences[:, prompts.shape[1] :], torch.stack(made.logits, 1)
 
 
-def _tuples(tokens: Tensor) -> list[Tokens]:
-    return [tuple(row) for row in tokens.tolist()]
+@torch.inference_mode()
+def leaked(model: Any, other: Any, prompts: Tensor) -> Tensor:
+    """Compute the tokens `[prompts, COUNT]` of `model` over keys and values of the shared prefix that are `other`'s."""
+    cache = DynamicCache(config=other.config)
+    other(prompts[:, :PREFIX], past_key_values=cache)
+    return greedy(model, prompts, past_key_values=cache)[0]
+
+
+@torch.inference_mode()
+def answers(world: World, name: str, batches: Sequence[Tensor], warmer: Any) -> Iterator[tuple[Tokens, bool]]:
+    """Yield a model's tokens after each of `batches` `[prompts, length]`; and whether 16 bits keep them for sure, and
+    keys and values of `warmer` would show in them.
+    """
+    full, half = loaded(world, name), loaded(world, name, torch.bfloat16)
+    for prompts in batches:
+        tokens, logits = greedy(full, prompts)
+        best, second = logits.topk(2, -1).values.unbind(-1)
+        error = half(torch.cat([prompts, tokens], 1)).logits[:, -COUNT - 1 : -1].float() - logits
+        safe = (best - second).amin(1) > SAFETY * error.abs().amax((1, 2))
+        safe &= (tokens < END).all(1)  # no end of a text, no unknown word
+        if prompts.shape[1] > PREFIX and name != WARMER:
+            safe &= (leaked(full, warmer, prompts) != tokens).any(1)
+        yield from zip(map(tuple, tokens.tolist()), safe.tolist(), strict=True)
 
 
 def make(folder: Path, count: int, ranks: Sequence[int], seed: int) -> World:
     """Write checkpoint, `count` adapters, poisoned ones and the right tokens; `ConfigError` for few sure prompts."""
-    config = write_checkpoint(folder / CHECKPOINT, seed)
-    kinds = [(SUBSETS[(n + n // len(ranks)) % len(SUBSETS)], SCALINGS[n % len(SCALINGS)]) for n in range(count)]
-    world = World(folder, [Tenant(f"tenant-{n}", ranks[n % len(ranks)], *kind) for n, kind in enumerate(kinds)])
-    for number, tenant in enumerate([*world.tenants, *(Tenant(name, max(ranks)) for name in POISONS)]):
-        write_adapter(world.adapter(tenant.name), config, tenant, 1000 * (seed + 1) + number)
+    world = World(folder, [BASE, *(f"tenant-{number}" for number in range(count))])
+    write_weights(world, ranks, seed)
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randint(WORDS, (PER_LENGTH, length), generator=generator) for length in LENGTHS]
     prefix = torch.randint(WORDS, (1, PREFIX), generator=generator).expand(SHARING, -1)
     drawn.append(torch.cat([prefix, torch.randint(WORDS, (SHARING, SUFFIX), generator=generator)], 1))
-    oracle = Oracle(world)
-    world = replace(world, prompts=[one for ids in drawn for one in oracle.prompts(ids)])
+    warmer = loaded(world, WARMER)
+    found = zip(*(answers(world, name, drawn, warmer) for name in world.models), strict=True)
+    for ids, of_models in zip((tuple(one) for part in drawn for one in part.tolist()), found, strict=True):
+        said = {name: tokens for name, (tokens, _) in zip(world.models, of_models, strict=True)}
+        safe = {tokens for tokens, is_safe in of_models if is_safe and [*said.values()].count(tokens) == 1}
+        world.prompts.append(Prompt(ids, said, tuple(name for name, tokens in said.items() if tokens in safe)))
     for name in world.models:
-        sure, sharing = len(world.sure(name)), len(world.sure(name, shares=True))
-        if sure < 2 or not sharing:
+        sharing = len(world.sure(name, shares=True))
+        if len(world.sure(name)) < 2 or not sharing:
             raise ConfigError(
-                f"{name} is sure of {sure} prompts and {sharing} with the shared prefix "
+                f"{name} is sure of {len(world.sure(name))} prompts and {sharing} with the shared prefix "
                 f"of {len(world.prompts)}, needs 2 and 1: choose another seed= or fewer tenants="
             )
     (folder / FILE).write_bytes(TypeAdapter(World).dump_json(world))
@@ -175,7 +147,8 @@ def read(folder: Path) -> World:
         raise ConfigError(f"folder={folder} cannot be read ({why}): write it with make={folder}") from None
 
 
-def write_checkpoint(folder: Path, seed: int) -> LlamaConfig:
+def write_weights(world: World, ranks: Sequence[int], seed: int) -> None:
+    """Write model and tokenizer, and adapters in PEFT's form, whose ranks, layers and scalings vary."""
     config = LlamaConfig(
         hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=HIDDEN // HEAD, num_key_value_heads=1,
         intermediate_size=256, vocab_size=WORDS + 2, max_position_embeddings=MAX_LEN, eos_token_id=END,
@@ -189,9 +162,16 @@ def write_checkpoint(folder: Path, seed: int) -> LlamaConfig:
             torch.nn.init.normal_(weight, 0, spread, generator)
     model.lm_head.weight.data[LIVE:] = 0
     model.generation_config = GenerationConfig(eos_token_id=END)
-    model.bfloat16().save_pretrained(folder)
-    word_tokenizer().save_pretrained(folder)
-    return config
+    model.bfloat16().save_pretrained(world.folder / CHECKPOINT)
+    word_tokenizer().save_pretrained(world.folder / CHECKPOINT)
+    for number, name in enumerate([*world.models[1:], *POISONS]):
+        rank, layers = ranks[number % len(ranks)], SUBSETS[(number + number // len(ranks)) % len(SUBSETS)]
+        fields = {"target_modules": layers, "alpha": rank * SCALINGS[number % len(SCALINGS)], "dtype": torch.bfloat16}
+        folder = write_random_adapter(world.adapter(name), config, rank, 1000 * (seed + 1) + number, **fields)
+        if name in POISONS:
+            tensors = load_file(file := folder / "adapter_model.safetensors")
+            b = {key: torch.full_like(one, POISONS[name]) for key, one in tensors.items() if "lora_B" in key}
+            save_file(tensors | b, file, metadata={"format": "pt"})
 
 
 def word_tokenizer(words: int = WORDS) -> PreTrainedTokenizerFast:
@@ -201,14 +181,3 @@ def word_tokenizer(words: int = WORDS) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["</s>", "<unk>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
-
-
-def write_adapter(folder: Path, config: LlamaConfig, tenant: Tenant, seed: int) -> None:
-    """Write an adapter in PEFT's form; the B matrices of those of `POISONS` have one value."""
-    _, rank, layers, scaling = tenant
-    alpha = rank * scaling
-    write_random_adapter(folder, config, rank, seed, target_modules=layers, alpha=alpha, dtype=torch.bfloat16)
-    if (value := POISONS.get(tenant.name)) is not None:
-        file = folder / "adapter_model.safetensors"
-        spoilt = {k: torch.full_like(v, value) if "lora_B" in k else v for k, v in load_file(file).items()}
-        save_file(spoilt, file, metadata={"format": "pt"})

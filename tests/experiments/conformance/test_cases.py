@@ -50,7 +50,7 @@ def test_a_right_server_passes(world: World, name: str) -> None:
 
 
 def test_a_server_without_loading_or_token_ids_and_with_other_names(world: World) -> None:
-    models = {"llama": "base"} | {f"org/{tenant.name}": tenant.name for tenant in world.tenants}
+    models = {"llama": "base"} | {f"org/{name}": name for name in world.models[1:]}
     server = faulty.RightServer(world, loads=False, ids=False, models=models)
     assert outcome(server, ALL, base="llama", prefix="org/").status == PASS
     server = faulty.RightServer(world, loads=False)
@@ -68,7 +68,7 @@ def test_slot_zero_above_a_threshold(world: World) -> None:
 
 def test_a_prefix_cache_that_ignores_the_adapter(world: World) -> None:
     result = outcome(faulty.PrefixCacheWithoutAdapter(world), cases.shared_prefix)
-    assert len(result.findings) == len(world.tenants)  # all but the adapter that was first, and the base model
+    assert len(result.findings) == len(world.models) - 1  # all but the adapter that was first, and the base model
 
 
 def test_old_weights_after_a_reload(world: World) -> None:
@@ -143,7 +143,7 @@ def test_servers_that_are_not_the_one_meant(world: World, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_every_case_passes_on_our_server_in_bfloat16_with_fewer_slots_than_adapters(world: World) -> None:
-    adapters = [LoRARequest(t.name, number, str(world.adapter(t.name))) for number, t in enumerate(world.tenants, 1)]
+    adapters = [LoRARequest(t, number, str(world.adapter(t))) for number, t in enumerate(world.models[1:], 1)]
     sizes: dict[str, Any] = {"max_batch_size": 256, "max_loras": 2, "max_model_len": 256, "dtype": "bfloat16"}
     engine = Engine.from_pretrained(world.folder / CHECKPOINT, adapters, device="cpu", max_lora_rank=16, **sizes)
     app = make_app(EngineThread(engine), Settings("base", adapters, roots=[(world.folder / ADAPTERS).resolve()]))
