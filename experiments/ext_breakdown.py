@@ -49,7 +49,7 @@ SWITCHES: dict[str, dict[str, bool]] = {
 class BreakdownConf(FigureConf):
     """Requests of a step, cached tokens of those that decode, tokens of a prompt."""
 
-    batch_size: Count | None = None
+    batch_size: Count | None = None  # null: the largest of scale.model_batch_sizes
     contexts: Counts
     prompt: Count
 

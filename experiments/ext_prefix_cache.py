@@ -49,7 +49,7 @@ class PrefixConf(FigureConf):
     adapters: Counts
     pipelines: Count
     cache_tokens: Count  # of keys and values
-    trace: Path | None = None
+    trace: Path | None = None  # a file of Mooncake's format
     trace_adapters: Count
     trace_tokens: Counts  # that the simulated caches have room for
 

@@ -75,10 +75,10 @@ Positive = Annotated[float, Field(gt=0)]
 class ServersConf(FigureConf):
     """Servers, sizes of the work, and its seconds."""
 
-    url: str = ""
+    url: str = ""  # http://host:port of any server, which is measured alone
     url_adapters: list[str]  # model names; none: all that /v1/models lists with a parent
     fields: list[Literal["ignore_eos", "min_tokens"]]  # that keep answers from ending early, as far as the URL has them
-    vllm_python: Path | None = None
+    vllm_python: Path | None = None  # an interpreter that has vLLM; null: ours alone
     parts: list[Literal["decode", "prompt", "stream", "company", "load"]]
     adapters: Count
     batch_size: Count

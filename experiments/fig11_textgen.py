@@ -4,7 +4,7 @@ baseline's batch holds one adapter and so, nearly always, one request. Expected 
 Distinct, Uniform and Skewed, close to or above Punica on Identical. The stream is the paper's: the released generator
 with its seed, `scale.requests` requests that all wait from the start, lengths scaled to `scale.max_len`. Windows of it
 are timed (`experiments.systems.windows`), another draw in every pass, over a KV cache full of noise, in random order.
-`figure.whole_stream=true` serves the stream to its end and prints what windows predict beside it.
+`figure.whole_stream=true` serves the stream to its end, with rows of what windows predict beside it.
 `figure.lengths=stated` has the 101 generated tokens per request that the paper prints (D01), a tenth of the released
 generator's. `workload=trace workload.path=FILE` serves the requests of a trace. All have panels of their own, which no
 claim reads and no figure draws. Throughput counts prompt and new tokens (D13). `continuous_batching` and
@@ -95,17 +95,9 @@ class Fig11(Experiment):
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         bench = self._bench(cfg, point)
-        if not cast(TextgenConf, cfg.figure).whole_stream:
-            return bench.measure(point.system, point.workload, point.repeat)
-        from tqdm import tqdm
-
-        readings = bench.whole(point.system, point.workload)
-        served, predicted, error = (reading.value for reading in readings[:3])
-        tqdm.write(  # on stdout, past the bar
-            f"{point.system} on {point.workload}: {served:.4g} token/s; windows predict {predicted:.4g} "
-            f"({100 * (predicted / served - 1):+.1f} %), two standard errors {2 * error:.2g}"
-        )
-        return readings
+        if cast(TextgenConf, cfg.figure).whole_stream:
+            return bench.whole(point.system, point.workload)
+        return bench.measure(point.system, point.workload, point.repeat)
 
     def _bench(self, cfg: Config, point: Point) -> StreamBench:
         from experiments.systems.bench import StreamBench

@@ -25,7 +25,7 @@ MOST_RANKS = 64
 class RanksConf(TextgenConf):
     """Figure 12: Figure 11's, and the ranks."""
 
-    tp_size: Count | None = None
+    tp_size: Count | None = None  # ranks; null: as many as this machine has GPUs, 8 at most, or 2 on a CPU
     check_layers: Count
     adapter_sets: Count
 

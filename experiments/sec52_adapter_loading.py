@@ -44,7 +44,7 @@ class LoadingConf(FigureConf):
     """Decode steps of panel `overlap`."""
 
     overlap_rank: Count
-    batch_size: Count | None = None
+    batch_size: Count | None = None  # null: the largest of scale.model_batch_sizes
     seq_len: Count
 
 

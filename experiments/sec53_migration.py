@@ -39,7 +39,7 @@ class MigrationConf(FigureConf):
     """Contexts, the batch beside, and links that are computed."""
 
     contexts: Counts
-    batch_size: Count | None = None
+    batch_size: Count | None = None  # of the decode steps beside; null: the largest of scale.model_batch_sizes
     links_gb_s: dict[str, float]
 
 

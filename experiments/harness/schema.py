@@ -156,7 +156,9 @@ class TimerConf(Settings):
 
 
 class ScaleConf(Settings):
-    """One dial for cost: sizes, grids and repeats of every figure (`conf/scale/{smoke,laptop,gpu,paper}.yaml`)."""
+    """One dial for cost: sizes, grids and repeats of every figure (`conf/scale/{smoke,laptop,gpu,paper}.yaml`, but what
+    most of them have alike).
+    """
 
     name: str
     warmup: int = Field(ge=0)  # untimed calls per system and point
@@ -164,18 +166,18 @@ class ScaleConf(Settings):
     min_repeats: Count  # ... and at least, where they take no more than `patience`
     seconds_per_point: Seconds  # once spent, a point stops at min_repeats or later
     patience: Seconds  # per system and point; once spent, a point stops at two calls or later
-    passes: Count  # over the grid of a figure: repeats of every point, spread in time
-    tries: int = Field(ge=0)  # further ones of a disturbed point, once the passes are done
+    passes: Count = 3  # over the grid of a figure: repeats of every point, spread in time
+    tries: int = Field(1, ge=0)  # further ones of a disturbed point, once the passes are done
     batch_sizes: Counts  # operator figures: 7, 8, 9, README
-    hidden_size: Count  # operator figures: h1 of the projection
-    intermediate_size: Count  # operator figures: h2 of the projection
+    hidden_size: Count = 4096  # operator figures: h1 of the projection
+    intermediate_size: Count = 11008  # operator figures: h2 of the projection
     model_batch_sizes: Counts  # figures 1 and 10
-    seq_lens: Counts  # figure 1
-    layer_seq_lens: Counts  # figure 10
-    prefill_seq_lens: Counts  # figure 1: the lengths whose prefill is timed too
-    loading_ranks: Counts  # section 5.2: ranks of the adapters that are loaded
-    requests: Count  # figure 11
-    max_len: int = Field(ge=3)  # figure 11: longest prompt + output
+    seq_lens: Counts = [128, 512, 1024, 1536, 2048]  # figure 1
+    layer_seq_lens: Counts = [512, 2048]  # figure 10
+    prefill_seq_lens: Counts = [128, 512, 1024, 1536, 2048]  # figure 1: the lengths whose prefill is timed too
+    loading_ranks: Counts = [8, 16, 32, 64, 128]  # section 5.2: ranks of the adapters that are loaded
+    requests: Count = 1000  # figure 11
+    max_len: int = Field(2048, ge=3)  # figure 11: longest prompt + output
 
 
 class PathsConf(Settings):
