@@ -30,13 +30,13 @@ ENGINE, BACKBONE_ENGINE = "engine", "backbone engine"
 class MoEConf(FigureConf):
     """Models (of `benches.expert_models.MODELS`), how much of them, and batches."""
 
-    models: list[str] = []
-    batch_sizes: Counts
+    models: list[str] = ["mixtral-8x7b", "qwen3-30b-a3b"]
+    batch_sizes: Counts = [1, 4, 16]
     slots: Counts | None = None  # a panel for each; null: adapters.slots alone
-    layers: Count
+    layers: Count = 2
     engine_layers: Count  # of the model that the engine serves
     divisor: Count
-    context: Count  # cached tokens of every request
+    context: Count = 64  # cached tokens of every request
     dtype: DType
     fp8: str | None = None  # format of the adapters' slots, as of LoRAConfig; null: dtype
 

@@ -58,19 +58,15 @@ DRIFT_MOVES = 6
 
 
 class PlacementConf(FigureConf):
-    """`ranks` under Zipf; `gpus`, whose `cost` and `loads`; `adapters`, of which a host holds `host_adapters`; `seeds`;
-    `seconds` around the peak; requests `waiting` at once.
-    """
-
-    ranks: Counts
-    gpus: Count
-    cost: str
-    loads: str
-    adapters: int = Field(ge=1)
-    host_adapters: int = Field(ge=32)
-    seeds: int = Field(ge=1)
-    seconds: Count
-    waiting: Count
+    ranks: Counts = [8, 16, 32, 64]  # of adapters under Zipf, equally likely
+    gpus: Count = 16
+    cost: str = "a100"  # cost model of the steps, as in Figure 13
+    loads: str = "h200"  # machine whose recorded loads of adapters are taken
+    adapters: Count = 1000  # of which one is asked for by a flash crowd, or under drift
+    host_adapters: int = Field(128, ge=32)  # in a host's memory; slots have 32, disk the rest
+    seeds: Count  # of every simulation
+    seconds: Count  # of Figure 13's hour, around its peak
+    waiting: Count  # requests queued at once
 
 
 class Placement(Experiment):

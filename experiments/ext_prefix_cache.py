@@ -50,8 +50,8 @@ class PrefixConf(FigureConf):
     pipelines: Count
     cache_tokens: Count  # of keys and values
     trace: Path | None = None  # a file of Mooncake's format
-    trace_adapters: Count
-    trace_tokens: Counts  # that the simulated caches have room for
+    trace_adapters: Count = 32
+    trace_tokens: Counts = [262144, 1048576, 16777216]  # that the simulated caches have room for
 
 
 class PrefixCache(Experiment):

@@ -47,7 +47,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 from pydantic import Field
 from tqdm import tqdm
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 TOKENS, DECODE, PROMPT, STREAM, COMPANY, LOAD = "tokens", "decode", "prompt", "stream", "company", "load"
 """Methods of `servers.worker.Measurement`; panels, but for loads, which have one each."""
 METRICS = {DECODE: "step_latency", PROMPT: "prompt_latency"}
+Part = Literal["decode", "prompt", "stream", "company", "load"]
 Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
 Positive = Annotated[float, Field(gt=0)]
 
@@ -76,15 +77,15 @@ class ServersConf(FigureConf):
     """Servers, sizes of the work, and its seconds."""
 
     url: str = ""  # http://host:port of any server, which is measured alone
-    url_adapters: list[str]  # model names; none: all that /v1/models lists with a parent
-    fields: list[Literal["ignore_eos", "min_tokens"]]  # that keep answers from ending early, as far as the URL has them
+    url_adapters: list[str] = []  # model names; none: all that /v1/models lists with a parent
+    fields: list[Literal["ignore_eos", "min_tokens"]] = ["ignore_eos", "min_tokens"]  # those that the URL has
     vllm_python: Path | None = None  # an interpreter that has vLLM; null: ours alone
-    parts: list[Literal["decode", "prompt", "stream", "company", "load"]]
+    parts: list[Part] = list(get_args(Part))
     adapters: Count
     batch_size: Count
     contexts: Counts  # mean cached tokens of decode steps, and tokens of a prompt
     new_tokens: Pair  # of the shorter and the longer requests
-    rounds: Count
+    rounds: Count = 3
     requests: Count  # of the stream
     lengths: Pair  # mean prompt and output of a chat
     warm: Count  # requests of the stream's first pass

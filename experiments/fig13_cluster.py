@@ -32,20 +32,16 @@ from experiments.harness.schema import Count
 
 
 class ClusterConf(FigureConf):
-    """Figure 13: `gpus` and `seconds` simulated, `requests` of the predicted Figure 11, `seeds`, `cost` of a step. On
-    Ray: `runners` of `model`, `speed_up`, `max_len`; whether to `kill` one.
-    """
-
-    gpus: Count
-    seconds: Count
-    requests: Count
-    seeds: int = Field(ge=1)
-    cost: str
-    runners: Count
+    gpus: Count = 16  # of the paper; any other number has as much more load, in a panel of its own
+    seconds: Count  # of the hour, from its start
+    requests: Count  # of the stream of Figure 11, predicted beside it
+    seeds: Count = 3  # of every simulation: the first one's rows, with the span over all
+    cost: str = "a100"  # cost model: the paper's (a100), or a machine with recorded rows (h200)
+    runners: Count = 4  # on Ray ...
     model: str
-    speed_up: Count
+    speed_up: Count  # ... seconds of the hour in one there ...
     max_len: int = Field(ge=4)
-    kill: bool = False
+    kill: bool = False  # ... and whether to kill a runner
 
 
 class Fig13(Experiment):
