@@ -166,7 +166,7 @@ def write_weights(world: World, ranks: Sequence[int], seed: int) -> None:
     word_tokenizer().save_pretrained(world.folder / CHECKPOINT)
     for number, name in enumerate([*world.models[1:], *POISONS]):
         rank, layers = ranks[number % len(ranks)], SUBSETS[(number + number // len(ranks)) % len(SUBSETS)]
-        fields = {"target_modules": layers, "alpha": rank * SCALINGS[number % len(SCALINGS)], "dtype": torch.bfloat16}
+        fields: Any = {"target_modules": layers, "alpha": rank * SCALINGS[number % len(SCALINGS)], "dtype": torch.bfloat16}
         folder = write_random_adapter(world.adapter(name), config, rank, 1000 * (seed + 1) + number, **fields)
         if name in POISONS:
             tensors = load_file(file := folder / "adapter_model.safetensors")
