@@ -166,8 +166,9 @@ def write_weights(world: World, ranks: Sequence[int], seed: int) -> None:
     word_tokenizer().save_pretrained(world.folder / CHECKPOINT)
     for number, name in enumerate([*world.models[1:], *POISONS]):
         rank, layers = ranks[number % len(ranks)], SUBSETS[(number + number // len(ranks)) % len(SUBSETS)]
-        fields: Any = {"target_modules": layers, "alpha": rank * SCALINGS[number % len(SCALINGS)], "dtype": torch.bfloat16}
-        folder = write_random_adapter(world.adapter(name), config, rank, 1000 * (seed + 1) + number, **fields)
+        folder, alpha = world.adapter(name), rank * SCALINGS[number % len(SCALINGS)]
+        where: Any = {"target_modules": layers, "alpha": alpha, "dtype": torch.bfloat16}
+        write_random_adapter(folder, config, rank, 1000 * (seed + 1) + number, **where)
         if name in POISONS:
             tensors = load_file(file := folder / "adapter_model.safetensors")
             b = {key: torch.full_like(one, POISONS[name]) for key, one in tensors.items() if "lora_B" in key}
