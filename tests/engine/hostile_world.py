@@ -8,14 +8,12 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
 import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from punica.adapters import LoRARequest, write_random_adapter
@@ -27,18 +25,6 @@ PROMPT, PATIENCE = (3, 1, 4, 1, 5), 10.0  # CPU seconds for one case, which othe
 CLEAR = ("ValueError", "TypeError", "FileNotFoundError")
 BAD = ("raw error", "hang", "state changed", "others disturbed", "served differently")
 TARGETS = ("q_proj", "v_proj", "up_proj", "down_proj")
-
-
-@dataclass
-class Tally:
-    """Outcomes of the cases: `{outcome: names}`; `readable`: cases whose config and header parse."""
-
-    outcomes: dict[str, list[str]] = field(default_factory=dict)
-    readable: int = 0
-
-    @property
-    def bad(self) -> dict[str, list[str]]:
-        return {outcome: names for outcome, names in self.outcomes.items() if outcome in BAD}
 
 
 class Arena:
@@ -62,18 +48,18 @@ class Arena:
             [tensor.double().sum().item() for layer in manager.modules.values() for tensor in layer.lora_a_stacked],
         )  # fmt: skip
 
-    def attempt(self, change: Callable[[Path], Any], name: str, tally: Tally) -> None:
-        """Let a tenant ask for a folder that was changed, beside a request of the good one."""
+    def attempt(self, change: Callable[[Path], Any]) -> str:
+        """Let a tenant ask for a folder that was changed, beside a request of the good one; return the outcome."""
         folder = self.root / "tenant"
         shutil.copytree(self.valid, folder)
         path = change(folder) or folder
-        tally.readable += _is_readable(folder)
-        tally.outcomes.setdefault(self._outcome(path, folder), []).append(name)
+        outcome = self._outcome(path, folder)
         self.engine.manager.remove_adapter(2)
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
         else:
             folder.unlink(missing_ok=True)
+        return outcome
 
     def _outcome(self, path: str | Path, folder: Path) -> str:
         beside = self.engine.add_request(Request("good", PROMPT, 6, self.good))
@@ -136,16 +122,6 @@ def _is_clear(kind: str, text: str) -> bool:
     return kind in CLEAR and ("adapter" in text or "LoRARequest" in text) and len(text) < 4000
 
 
-def _is_readable(folder: Path) -> bool:
-    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():  # a pipe would keep us waiting
-        return False
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as handle:
-            return isinstance(json.loads((folder / CONFIG).read_text()), dict) and bool(handle.keys())
-    except Exception:
-        return False
-
-
 CASES = all_cases()
 NAMED = [name for name in CASES if name.partition(":")[0] not in ("path", "folder", "file", "config")]
 
@@ -195,15 +171,13 @@ def _any_bytes(folder: Path, draw: random.Random) -> None:
     file.write_bytes(data)
 
 
-def try_cases(arena: Arena, names: list[str]) -> Tally:
-    tally = Tally()
-    for name in names:
-        arena.attempt(CASES[name], name, tally)
-    return tally
+def bad(outcomes: dict[str, str]) -> dict[str, str]:
+    return {name: outcome for name, outcome in outcomes.items() if outcome in BAD}
 
 
-def try_mutations(arena: Arena, count: int, seed: int) -> Tally:
-    tally = Tally()
-    for number in range(count):
-        arena.attempt(mutation(random.Random(f"{seed} {number}")), f"mutation {number}", tally)
-    return tally
+def try_cases(arena: Arena, names: list[str]) -> dict[str, str]:
+    return {name: arena.attempt(CASES[name]) for name in names}
+
+
+def try_mutations(arena: Arena, count: int, seed: int) -> dict[str, str]:
+    return {f"mutation {i}": arena.attempt(mutation(random.Random(f"{seed} {i}"))) for i in range(count)}

@@ -55,15 +55,6 @@ def test_a_folder_with_and_without_a_tokenizer(tmp_path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_text_grows_by_whole_characters_and_is_the_decoded_text(codec) -> None:
-    found, chunks, _ = grow(codec, ids_of(codec, TEXT))
-    assert "�" not in "".join(chunks)
-    assert ("".join(chunks), found) == (TEXT, TEXT)
-    cut = ids_of(codec, "a€")[:-1]
-    assert grow(codec, cut)[0] == codec.decode(cut) == "a�", "cut characters appear at the end"
-    assert "".join(grow(codec, cut)[1][:-1]) == "a"
-
-
 def test_what_may_begin_a_stop_string_is_held_back(codec) -> None:
     assert grow(codec, ids_of(codec, "abcx"), ["xyz"])[:2] == ("abcx", ["", "", "a", "b", "cx"])
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from punica.adapters import LoRARequest, random_adapter
 from punica.engine import Request, RequestStatus
@@ -50,23 +49,6 @@ def test_an_adapter_that_is_loaded_again_takes_the_place_of_no_running_one(backb
     assert (is_of(backbone, reloaded), is_of(backbone, in_memory, 2)) == (True, True)
 
 
-@RULES
-def test_an_adapter_that_is_gone_costs_nothing_to_requests_that_have_begun(backbone, copied, rule) -> None:
-    """Removed from the manager and damaged on disk: running requests keep what they began with, later ones fail."""
-    engine = backbone.engine(rule, max_loras=2)
-    wishes = [(copied, 2), (copied, 8), (backbone.adapters[1], 8)]
-    states = [engine.add_request(Request(str(i), [i + 1, 3], new, one)) for i, (one, new) in enumerate(wishes)]
-    steps(engine, 3)
-    engine.manager.remove_adapter(9)
-    damage(copied.lora_path)
-    finish(engine)
-    engine.manager.remove_adapter(9)
-    late = engine.add_request(Request("late", [1], 2, copied))
-    finish(engine)
-    assert (late.status, late.output_token_ids) == (RequestStatus.FAILED, [])
-    assert [is_of(backbone, state, version) for state, version in zip(states, (2, 2, 1), strict=True)] == [True] * 3
-
-
 @pytest.mark.parametrize("rule", ["fcfs", "single_adapter", "static", "static_mixed"])
 def test_a_copy_into_a_slot_that_fails_costs_only_those_it_was_for(backbone, monkeypatch, rule) -> None:
     """Members that run, have finished, or join: only those of that adapter leave the batch."""
@@ -100,22 +82,6 @@ def test_the_id_of_an_adapter_that_failed_is_free_and_that_of_a_pinned_one_is_no
     engine.manager.pin_adapter(9)
     assert "adapter id 9 stands for" in engine.generate([[1, 2]], [copied], 1)[0].error
     assert tokens_of(engine.generate([[1, 2]], [healthy], 4)) == expected
-
-
-def test_memory_that_runs_out_while_an_adapter_is_activated_fails_no_request(backbone, monkeypatch) -> None:
-    engine = backbone.engine()
-    state = backbone.ask(engine, "a", [1, 2], 1)
-
-    def out_of_memory(adapter: object) -> None:
-        raise torch.OutOfMemoryError("none left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.manager, "add_adapter", out_of_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            engine.step()
-    assert state.status is RequestStatus.WAITING
-    finish(engine)
-    assert are_served(backbone, state)
 
 
 @pytest.mark.parametrize("stop", [(), ("zzz",)], ids=["at the end", "at every token"])

@@ -84,11 +84,3 @@ def test_idle_row_repeats_its_last_cached_token(blocks, output) -> None:
     cached = 3 + len(output) - 1
     assert layout.spans[1].kv_length == cached
     assert layout.token_ids[1] == [1, 2, 3, *output][cached - 1]
-
-
-def test_last_admitted_rule_gives_every_row_one_adapter(plan, blocks) -> None:
-    layout = lay_out(plan, blocks, SLOTS, "last_admitted")
-    assert layout.segments == ((1, 9),)
-    assert set(layout.sampled_slots) == {1}
-    decode = lay_out(StepPlan({}, plan.decodes, (), ()), blocks, SLOTS, "last_admitted")
-    assert decode.segments == ((2, 4),)  # d was admitted last

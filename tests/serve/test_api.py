@@ -276,9 +276,7 @@ def test_another_id_is_made_where_none_or_no_valid_one_comes(client: Any, given:
     assert client.get("/health", headers={"x-request-id": "a" * 128}).headers["x-request-id"] == "a" * 128
 
 
-def test_an_internal_error_has_the_id_that_the_log_names(
-    world: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_internal_error_has_the_id_that_the_log_names(world, monkeypatch, caplog) -> None:
     def fails(_: Any) -> None:
         raise ZeroDivisionError
 

@@ -65,9 +65,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_
     ],
     ids=["logprobs", "seeds", "stop strings", "chat", "prompt", "bias", "model"],
 )  # fmt: skip
-def test_answers_are_those_of_an_engine_in_this_process(
-    server: Served, client: Any, status: int, body: dict[str, Any], stream: bool
-) -> None:
+def test_answers_are_those_of_an_engine_in_this_process(server, client, status, body, stream) -> None:
     path = "chat/completions" if body is CHAT else "completions"
     asked = {"model": "tenant-0", "prompt": "hello", "max_tokens": 9, "stream": stream, **body}
     asked = {name: value for name, value in asked.items() if value is not None}

@@ -38,9 +38,7 @@ main(sys.argv[1:])
     ],
     ids=["help", "version", "checkpoint", "in use", "host", "right", "no extra"],
 )  # fmt: skip
-def test_what_needs_no_torch_is_answered_before_its_import(
-    world: Any, arguments: list[str], code: int, said: str
-) -> None:
+def test_what_needs_no_torch_is_answered_before_its_import(world, arguments, code, said) -> None:
     before = 'sys.modules["uvicorn"] = None' if "without" in arguments else ""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         given = {"tiny": str(world.checkpoint), "taken": taken.getsockname()[1]}
@@ -59,9 +57,7 @@ def built(*arguments: str) -> tuple[launch.Settings, Any]:
     return settings, launch.build_of(options, settings)()
 
 
-def test_arguments_become_settings_and_an_engine_that_is_summed_up(
-    world: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_become_settings_and_an_engine_that_is_summed_up(world, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(progress, "LINE_S", 0.0)
     keys = tmp_path / "keys.txt"
     keys.write_text("--api-key=a=b\n--adapter-key=sql=c\n")
@@ -124,9 +120,7 @@ def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> No
     ],
     ids=range(30),
 )  # fmt: skip
-def test_what_is_refused_is_one_line(
-    world: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_what_is_refused_is_one_line(world, arguments, message, capsys, monkeypatch) -> None:
     if "without" in arguments:
         arguments = arguments[:-1]
         monkeypatch.setitem(sys.modules, "ray", None)
@@ -153,9 +147,7 @@ def test_a_checkpoint_that_is_damaged_is_one_line(world: Any, tmp_path: Path) ->
     assert "\n" not in str(ended.value)
 
 
-def test_several_engines_are_the_factory_of_one_with_a_slot_for_every_request(
-    world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_engines_are_the_factory_of_one_with_a_slot_for_every_request(world, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(world.checkpoint.parent)
     given: dict[str, Any] = {}
     make = lambda build, count, **options: given.update(options, build=build, n=count)  # noqa: E731

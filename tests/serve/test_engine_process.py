@@ -33,9 +33,7 @@ LIMIT_S = 600
 """For processes that import torch on a busy machine."""
 
 
-def test_calls_of_a_process_that_dies_get_one_clear_error(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_of_a_process_that_dies_get_one_clear_error(world, tmp_path, monkeypatch) -> None:
     """Nor does the server itself ask for a GPU: it would take memory on it."""
     for name in ("_lazy_init", "init", "is_available", "device_count"):
         monkeypatch.setattr(torch.cuda, name, partial(pytest.fail, f"torch.cuda.{name} in the server's process"))

@@ -128,9 +128,7 @@ def test_stopping_ends_what_is_unfinished_and_leaves_the_cluster(cluster: RayClu
     assert cluster.generate([[1, 2]], None, 3)[0].finish_reason == "length"
 
 
-def test_a_runner_that_dies_neither_loses_nor_repeats_a_token(
-    client: Any, cluster: RayCluster, alone: Any, world: Any
-) -> None:
+def test_a_runner_that_dies_neither_loses_nor_repeats_a_token(client, cluster, alone, world) -> None:
     expected = texts_of(alone, world)
     with ThreadPoolExecutor(9) as pool:
         found = [pool.submit(streamed, client, model=f"tenant-{number % 3}") for number in range(9)]
@@ -161,9 +159,7 @@ def test_an_idle_runner_that_dies_is_noticed_and_replaced(client: Any, cluster: 
     assert client.get("/steps").json().items() >= {"num_running": 0, "num_waiting": 0, "model": "tiny"}.items()
 
 
-def test_a_runner_that_hangs_is_killed_and_its_requests_continue(
-    client: Any, cluster: RayCluster, alone: Any, world: Any
-) -> None:
+def test_a_runner_that_hangs_is_killed_and_its_requests_continue(client, cluster, alone, world) -> None:
     cluster._timeouts = Timeouts(step_s=0.1)
     expected = texts_of(alone, world)
     victim = local(cluster, 0)
@@ -187,9 +183,7 @@ def test_a_reply_that_is_collected_late_is_no_loss(cluster: RayCluster) -> None:
         time.sleep(0.02)
 
 
-def test_without_any_runner_calls_end_with_one_error_until_one_is_back(
-    client: Any, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_any_runner_calls_end_with_one_error_until_one_is_back(client, cluster, monkeypatch) -> None:
     add_runner = cluster.add_runner
 
     def refuse() -> str:
@@ -209,9 +203,7 @@ def test_without_any_runner_calls_end_with_one_error_until_one_is_back(
     assert sorted(cluster.runners) == ["runner-0002", "runner-0003"]
 
 
-def test_a_runner_that_contradicts_the_scheduler_fails_what_is_served_and_is_replaced(
-    client: Any, cluster: RayCluster
-) -> None:
+def test_a_runner_that_contradicts_the_scheduler_fails_what_is_served_and_is_replaced(client, cluster) -> None:
     first = complete(client)
     liars = [local(cluster, number) for number in (0, 1)]
     before = [liar.runner for liar in liars]
@@ -240,9 +232,7 @@ def test_a_full_server_counts_over_all_runners(client: Any) -> None:
     assert len(complete(client, n=12, temperature=1.0, max_tokens=1)) == 12
 
 
-def test_adapters_are_loaded_for_all_runners_and_unloaded(
-    client: Any, cluster: RayCluster, world: Any, alone: Any, tmp_path: Path
-) -> None:
+def test_adapters_are_loaded_for_all_runners_and_unloaded(client, cluster, world, alone, tmp_path) -> None:
     def post(action: str, **body: Any) -> Any:
         return client.post(f"/v1/{action}_lora_adapter", json={"lora_name": "poet", **body})
 
@@ -270,9 +260,7 @@ def test_adapters_are_loaded_for_all_runners_and_unloaded(
     assert client.post("/v1/completions", json={"model": "poet", "prompt": "a"}).status_code == 404
 
 
-def test_an_adapter_is_checked_by_a_runner_that_lives(
-    client: Any, cluster: RayCluster, poet: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_is_checked_by_a_runner_that_lives(client, cluster, poet, monkeypatch) -> None:
     monkeypatch.setattr(cluster, "probe", lambda: None)  # the deaths are not noticed
     local(cluster, 0).dies = True
     assert client.post("/v1/load_lora_adapter", json=poet).status_code == 200
@@ -282,9 +270,7 @@ def test_an_adapter_is_checked_by_a_runner_that_lives(
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_runner")
 
 
-def test_a_check_that_hangs_stops_no_others_and_is_made_by_another_runner(
-    client: Any, cluster: RayCluster, poet: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_hangs_stops_no_others_and_is_made_by_another_runner(client, cluster, poet, monkeypatch) -> None:
     probe, hung = cluster.probe, local(cluster, 0)
     monkeypatch.setattr(cluster, "probe", lambda: None)
     hung.hangs = True
@@ -319,9 +305,7 @@ def test_a_check_that_is_cancelled_keeps_no_files(cluster: RayCluster, world: An
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_files_are_read_beside_the_thread_that_relays_tokens(
-    client: Any, poet: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_read_beside_the_thread_that_relays_tokens(client, poet, monkeypatch) -> None:
     answered, store_adapter = threading.Event(), ray_runners.store_adapter
 
     def slow(adapter: LoRARequest) -> StoredFiles:

@@ -55,9 +55,7 @@ def test_parameters_are_those_of_the_engine(client: Any, alone: Any, fields: dic
     ],
     ids=["true", "false", "not given", "speaker", "no speaker"],
 )
-def test_variables_of_the_chat_template(
-    client: Any, shared: Any, monkeypatch: pytest.MonkeyPatch, template: str, messages: Any, more: Any, count: int
-) -> None:
+def test_variables_of_the_chat_template(client, shared, monkeypatch, template, messages, more, count) -> None:
     monkeypatch.setattr(shared[0].codec.tokenizer, "chat_template", template)
     body = {"messages": [{"role": "user", "content": "ab", **messages}], "chat_template_kwargs": more}
     answer = client.post("/v1/chat/completions", json={"model": "tiny", "max_tokens": 1, **body})

@@ -53,9 +53,7 @@ def rest_of(client: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("fields", [{"stream": True}, {"stream": False}, {"stream": True, "n": 1}], ids=str)
-def test_a_client_that_reads_nothing_is_cut_and_its_places_are_free(
-    world: World, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_that_reads_nothing_is_cut_and_its_places_are_free(world, fields, caplog) -> None:
     """The kernel took whole answers of megabytes: then no limit began, and the connection stayed for ever."""
     _, app = world.app(1, max_queue=0)
     with served(app, send_timeout_s=1.0) as url:
