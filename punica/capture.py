@@ -22,9 +22,8 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
-    """Capture what runs inside into ``graph``; ``options`` and errors of `torch.cuda.graph`.
-
-    A collection could destroy an earlier graph. CUDA forbids that during a capture, which would fail.
+    """Capture what runs inside into ``graph``, without garbage collections: one that destroys an earlier graph would
+    fail it.
     """
     with no_garbage_collection(), torch.cuda.graph(graph, **options):
         yield

@@ -43,6 +43,11 @@ def check_count(name: str, value: object, lowest: int = 1, meaning: str = "") ->
     return number
 
 
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {clip(value)} ({type(value).__name__})")
+
+
 def check_number(name: str, value: object) -> float:
     """Convert any real number but a boolean to a finite float; TypeError / ValueError otherwise."""
     item = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
@@ -53,7 +58,7 @@ def check_number(name: str, value: object) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"{name} is {number}, must be finite")
+        raise ValueError(f"{name} must be finite, got {number}")
     return number
 
 

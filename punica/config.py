@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from punica.checks import check_count
+from punica.checks import check_bool, check_count
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _FP8_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
@@ -72,9 +72,8 @@ class LoRAConfig:
         in_memory = self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
         put("max_cpu_loras", in_memory, self.max_loras, "max_loras: host memory has a copy of every slot")
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type is bool and not isinstance(value, bool):
-                raise TypeError(f"{field.name} must be a bool, got {value!r}")
+            if field.type is bool:
+                check_bool(field.name, getattr(self, field.name))
         if not (isinstance(self.lora_dtype, str) and self.lora_dtype == "auto"):
             _as_dtype("lora_dtype", self.lora_dtype)
         if self.fp8 is not None:

@@ -17,7 +17,6 @@ where another process has the core of the thread that it waits for.
 
 def end_with_parent() -> None:
     """Have the kernel kill this process of `multiprocessing` when its parent ends; end it where the parent already has.
-
     ``PR_SET_PDEATHSIG`` would do so already when the thread ends that started this process.
     """
     parent = multiprocessing.parent_process()
@@ -33,10 +32,8 @@ def end_with_parent() -> None:
 
 
 def run_with_parent(call: bytes, *arguments: Any) -> None:
-    """Run a pickled ``(function, more)`` as ``function(*arguments, *more)``, in a process that ends with its parent.
-
-    It does so from the start: unpickling imports what the function needs, which takes seconds. Environment variables of
-    OpenMP that are set win over `SPINS`.
+    """Run a pickled ``(function, more)`` as ``function(*arguments, *more)``, in a process that ends with its parent,
+    also while it imports what the function needs. Set variables of OpenMP win over `SPINS`.
     """
     end_with_parent()
     if "OMP_WAIT_POLICY" not in os.environ:

@@ -37,9 +37,7 @@ class Registry(Generic[T]):
 
         def store(entry: T) -> T:
             if name in self._entries:
-                raise ValueError(
-                    f"{self.kind} {name!r} is already taken by {self._entries[name]!r}; choose another name"
-                )
+                raise ValueError(f"{self.kind} {name!r} is already taken by {self._entries[name]!r}")
             self._entries[name] = entry
             return entry
 

@@ -38,9 +38,8 @@ def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
 
 
 def limit_threads(model: torch.nn.Module) -> None:
-    """Have this process compute the steps of a small model on a CPU by one thread, unless ``OMP_NUM_THREADS`` is set.
-
-    Two threads wait for each other after each small operation, and where other processes run, for their time slices.
+    """Have this process compute a small model's steps on a CPU by one thread, unless ``OMP_NUM_THREADS`` is set: two
+    wait for each other after each small operation, and where other processes run, for their time slices.
     """
     parameters = [*model.parameters()]
     is_small = sum(parameter.numel() for parameter in parameters) < SMALL
@@ -64,9 +63,7 @@ _starts = threading.Lock()
 
 
 def compute_alone() -> None:
-    """Limit this thread to one core. By default each thread has an OpenMP team as large as the machine, and the teams
-    compete with the thread that runs the steps.
-
+    """Limit this thread to one core: each thread's OpenMP team is as large as the machine, and competes with the steps.
     torch applies the number to later threads too, so another thread restores theirs.
     """
     with _starts:

@@ -13,9 +13,7 @@ MOST_INVOCATION = 256  # tokens; a search compares each with the candidates that
 
 
 def check_invocation(tokens: object) -> tuple[int, ...] | None:
-    """Return the invocation tokens of a config; `None`: plain LoRA. TypeError: no list of integers. ValueError: none,
-    too many, or a negative one.
-    """
+    """Return the invocation tokens of a config; `None`: plain LoRA. TypeError, ValueError: other contents."""
     name = "alora_invocation_tokens"
     if tokens is None:
         return None

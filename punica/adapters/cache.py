@@ -105,9 +105,7 @@ class AdapterCache:
         return self._require(adapter_id).lora.host_bytes()
 
     def restore_adapter(self, adapter: LoRAModel, request: LoRARequest | None) -> None:
-        """Register a staged adapter, as :meth:`get_adapter` returned it, with its request if it has one.
-        RuntimeError: all that could make room are pinned. Nothing has changed.
-        """
+        """Register what :meth:`get_adapter` returned. RuntimeError, and no change: all that make room are pinned."""
         self._check_place(adapter.id)
         self._register(LoadedAdapter(adapter, request))
 
@@ -141,9 +139,8 @@ class AdapterCache:
         return loaded is not None and self._active.pop(loaded) is not None
 
     def prefetch_adapter(self, adapter_id: int) -> CopyHandle:
-        """Run :meth:`activate_adapter` ahead of the step that uses it; return the latest copy into its slot.
-
-        On CUDA the copy runs beside the steps in flight. A mapping that uses the adapter implies the handle's `wait`.
+        """Run :meth:`activate_adapter` ahead of the step that uses it; return the copy into its slot, beside steps in
+        flight.
         """
         loaded = self._require(adapter_id)
         self.activate(loaded)
@@ -183,9 +180,7 @@ class AdapterCache:
                 self._active.pop(loaded)
 
     def activate(self, loaded: LoadedAdapter) -> bool:
-        """Run :meth:`activate_adapter` for one version, as just used. One that was evicted or removed is registered
-        again, unless another version took its place.
-        """
+        """Run :meth:`activate_adapter` for one version, which is registered again unless another took its place."""
         adapter_id = loaded.lora.id
         registered = self._registered.peek(adapter_id)
         if registered is None and not loaded.superseded:
@@ -211,9 +206,7 @@ class AdapterCache:
         return {i: (request.source, version) for i, (request, version) in self._latest.items() if request and version}
 
     def expect_version(self, request: LoRARequest, version: AdapterVersion) -> None:
-        """Serve a request's folder in this version alone, as if it was loaded last. Requests that have begun with
-        another one keep it.
-        """
+        """Serve a request's folder in this version alone; requests that have begun with another one keep it."""
         adapter_id = request.lora_int_id
         known, latest = self._latest.get(adapter_id, (None, None))
         if known is not None and known.source == request.source and latest and not latest.changed_files(version):
@@ -228,9 +221,7 @@ class AdapterCache:
     def _require(self, adapter_id: int) -> LoadedAdapter:
         loaded = self.loaded(adapter_id)
         if loaded is None:
-            raise ValueError(
-                f"adapter {adapter_id!r} is not registered; registered: {sorted(self.list_adapters())}; add it first"
-            )
+            raise ValueError(f"adapter {adapter_id!r} is not registered ({sorted(self.list_adapters())} are); add it")
         return loaded
 
     def _use(self, loaded: LoadedAdapter) -> None:
@@ -241,9 +232,7 @@ class AdapterCache:
             self._active.touch(loaded)
 
     def _register(self, loaded: LoadedAdapter) -> None:
-        """Put a version under its id, in place of another or of the least recently used adapter; all others of the id,
-        also those removed before, are superseded.
-        """
+        """Put a version under its id; all others of the id, also those removed before, are superseded."""
         adapter_id = loaded.lora.id
         old = self._registered.peek(adapter_id)
         for version in (old, *self._held):
@@ -288,7 +277,6 @@ class AdapterCache:
             self._registered.unpin(loaded.lora.id)
 
     def _check_place(self, adapter_id: int) -> None:
-        """RuntimeError if all of host memory is taken by pinned adapters."""
         if len(pinned := self.pinned_adapters) >= self.capacity:
             raise RuntimeError(
                 f"no place for adapter {adapter_id}: all {len(pinned)} registered ones are pinned ({sorted(pinned)}); "

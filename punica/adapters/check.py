@@ -62,9 +62,7 @@ def table_of_contents(
         raise ValueError(f"the adapter is incomplete: {clip(incomplete)}; every module needs lora_A and lora_B")
     if (invocation := peft_helper.alora_invocation_tokens) is not None:
         if vocab_size is not None and max(invocation) >= vocab_size:
-            raise ValueError(
-                f"alora_invocation_tokens has token {clip(max(invocation))}, the model's vocabulary {vocab_size} ids"
-            )
+            raise ValueError(f"invoked by token {clip(max(invocation))}, the model's vocabulary {vocab_size} ids")
         if embedding := next((key for key in names if "lora_embedding_" in key), None):
             raise ValueError(f"alora_invocation_tokens and an embedding, {embedding!r}, do not go together, as in PEFT")
     peft_helper.resolve(name.configured for name in names.values())
@@ -83,7 +81,6 @@ def table_of_contents(
 
 
 def _check_tensor(key: str, tensor: object, module: str, is_a: bool, vocab_size: int | None) -> None:
-    """Check type and dtype of one tensor; of an embedding or a head also the vocabulary."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{key!r} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype not in ADAPTER_DTYPES:
@@ -92,9 +89,7 @@ def _check_tensor(key: str, tensor: object, module: str, is_a: bool, vocab_size:
         return
     if "lora_embedding_" in key:
         if is_a and tensor.shape[1] != vocab_size:
-            raise ValueError(
-                f"{key!r} covers a vocabulary of {tensor.shape[1]} ids, the model has {vocab_size}{_RESIZED}"
-            )
+            raise ValueError(f"{key!r}: vocabulary of {tensor.shape[1]} ids, the model has {vocab_size}{_RESIZED}")
     elif not is_a and module.rpartition(".")[2] == "lm_head" and tensor.shape[0] != vocab_size:
         raise ValueError(f"{key!r}: the model's vocabulary has {vocab_size} rows, got {tensor.shape[0]}{_RESIZED}")
 
@@ -103,30 +98,20 @@ def check_pair(module: str, a: Tensor, b: Tensor, rank: int, is_stacked: bool = 
     """Check A `[rank, in]` and B `[out, rank]`, or of all experts of a layer A `[E*rank, in]` and B `[out, E*rank]`."""
     if a.ndim != 2 or b.ndim != 2:
         empty = "; the trainer saved them empty: gather its shards before (DeepSpeed ZeRO-3, FSDP)" * (0 in a.shape)
-        raise ValueError(
-            f"module {module!r}: A and B must be 2-D, got shapes {tuple(a.shape)} and {tuple(b.shape)}{empty}"
-        )
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}{empty}"
+        raise ValueError(f"module {module!r}: A and B must be 2-D, got shapes {shapes}")
     if a.shape[0] != b.shape[1]:
-        raise ValueError(
-            f"module {module!r}: A has rank {a.shape[0]} (rows), B has rank {b.shape[1]} (columns); they must agree"
-        )
+        raise ValueError(f"module {module!r}: A has rank {a.shape[0]} (rows), B has rank {b.shape[1]} (columns)")
     if is_stacked and a.shape[0] % rank:
-        raise ValueError(
-            f"module {module!r}: {a.shape[0]} rows of A are no multiple of the rank {rank}, which the adapter's config "
-            "says every expert has"
-        )
+        raise ValueError(f"module {module!r}: {a.shape[0]} rows of A are no multiple of the config's rank {rank}")
     if not is_stacked and a.shape[0] != rank:
         raise ValueError(f"module {module!r}: tensors have rank {a.shape[0]}, the adapter's config says {rank}")
 
 
 def _check_projection(module: str, a: Tensor, b: Tensor, rank: int) -> None:
-    """Check A `[E or 1, rank, in]` and B `[E or 1, out, rank]`."""
     shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
     if a.ndim != 3 or b.ndim != 3 or len({a.shape[0], b.shape[0]} - {1}) > 1:
-        raise ValueError(
-            f"module {module!r}: A and B of all experts must be [E, r, in] and [E, out, r], with 1 for E where they "
-            f"share a factor; got {shapes}"
-        )
+        raise ValueError(f"module {module!r}: A and B must be [E, r, in] and [E, out, r] (E or 1), got {shapes}")
     if (a.shape[1], b.shape[2]) != (rank, rank):
         raise ValueError(f"module {module!r}: A and B have shapes {shapes}, the adapter's config says rank {rank}")
 
@@ -141,10 +126,7 @@ def check_finite(module: str, is_a: bool, placed: Tensor, read: Tensor) -> None:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Tell if no element is NaN or inf; always true of meta tensors.
-
-    In NaN and inf all bits of the exponent are set. Read as integers, positive ones are larger than all finite numbers
-    with a sign, negative ones without; numpy finds the largest integer at the speed of the cache.
+    """Tell if no element is NaN or inf (all bits of the exponent set): numpy's largest integer, at the cache's speed.
     """
     if tensor.is_meta or not tensor.numel():
         return True

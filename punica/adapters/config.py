@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from punica.adapters.activation import check_invocation
 from punica.adapters.names import is_stacked_name, starts_of_parts
 from punica.adapters.patterns import ModuleNames, NamePattern, UnboundedPattern
-from punica.checks import check_count, clip
+from punica.checks import check_bool, check_count, check_number, clip
 from punica.config import LoRAConfig
 
 CONFIG_FILE = "adapter_config.json"
@@ -44,10 +43,7 @@ _OF_TRAINING = frozenset({  # settings that no result of a layer depends on
 
 
 def resolve_adapter_path(path: str | Path) -> Path:
-    """Absolute path of an adapter folder: `~` expanded, relative paths taken from the working directory, no network.
-
-    FileNotFoundError: no such folder, or an impossible path.
-    """
+    """Absolute path of an adapter folder, `~` expanded, no network. FileNotFoundError: no such folder."""
     try:
         resolved = Path(path).expanduser().resolve()
         is_folder = resolved.is_dir()
@@ -55,9 +51,7 @@ def resolve_adapter_path(path: str | Path) -> Path:
         reason = error.strerror if isinstance(error, OSError) else error
         raise FileNotFoundError(f"adapter folder {clip(str(path))} cannot be looked up: {reason}") from error
     if not is_folder:
-        raise FileNotFoundError(
-            f"adapter folder {clip(str(resolved))} (from {clip(str(path))}) does not exist or is not a folder"
-        )
+        raise FileNotFoundError(f"adapter folder {clip(str(resolved))} (from {clip(str(path))}) is no folder")
     return resolved
 
 
@@ -123,9 +117,8 @@ class PEFTHelper:
 
     def __post_init__(self) -> None:
         check_count("r", self.r)
-        _check_alpha("lora_alpha", self.lora_alpha)
-        if not isinstance(value := self.use_rslora, bool):
-            raise TypeError(f"use_rslora must be a bool, got {clip(value)} ({type(value).__name__})")
+        check_number("lora_alpha", self.lora_alpha)
+        check_bool("use_rslora", self.use_rslora)
         for key in ("target_modules", "target_parameters"):
             object.__setattr__(self, key, _targets(key, getattr(self, key)))
         if not self.target_modules and not self.target_parameters:
@@ -136,13 +129,12 @@ class PEFTHelper:
             raise ValueError(f"alora_invocation_tokens and {both} do not go together, as in PEFT")
         object.__setattr__(self, "_parameters", frozenset(self.target_parameters or ()))
         ranks = _compile_rules(self.rank_pattern, "rank_pattern", check_count)
-        alphas = _compile_rules(self.alpha_pattern, "alpha_pattern", _check_alpha)
+        alphas = _compile_rules(self.alpha_pattern, "alpha_pattern", check_number)
         object.__setattr__(self, "_rules", {"rank_pattern": ranks, "alpha_pattern": alphas})
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> PEFTHelper:
-        """Build from the parsed JSON, or from `LoraConfig.to_dict()`. Unknown keys are no error; `null`: not given.
-
+        """Build from the parsed JSON, or from `LoraConfig.to_dict()`; unknown keys are no error, `null` is not given.
         TypeError: `config` is not a mapping. ValueError: required keys are missing, all of which are named.
         """
         if not isinstance(config, Mapping):
@@ -267,9 +259,7 @@ class PEFTHelper:
 
     @property
     def doubts(self) -> list[str]:
-        """Texts on what may make outputs wrong: an initialisation that changes the base model, from which training then
-        started, or that is not known; features of a later PEFT.
-        """
+        """Texts on what may make outputs wrong: a base model that training changed, or unknown features."""
         init, found = self.init_lora_weights, []
         if str(init).lower() not in _OTHER_INITS:
             is_known = isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS)
@@ -300,13 +290,6 @@ class PEFTHelper:
         told = [f"there are no tensors for {clip(unused)}"] if unused else []
         told += [f"there are tensors for {clip(others)}, which are served and which PEFT ignores"] if others else []
         return f"target_modules are {clip(targets)}, but {', and '.join(told)}" if told else None
-
-
-def _check_alpha(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {clip(value)} ({type(value).__name__})")
-    if not abs(value) <= sys.float_info.max:  # false for NaN too; JSON may hold integers that no float can
-        raise ValueError(f"{name} must be finite, got {value if isinstance(value, float) else 'a huge integer'}")
 
 
 def _peft_type_problems(peft_type: object) -> list[str]:

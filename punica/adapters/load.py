@@ -38,10 +38,7 @@ class Certificate(NamedTuple):
 
 
 class AdapterLoader:
-    """Loads adapters from folders and from memory, for a wrapped model; changes nothing that is registered.
-
-    `rules`: for names; `lora_config`: with its dtype resolved.
-    """
+    """Loads adapters from folders and memory; changes nothing registered. `lora_config`: with its dtype resolved."""
 
     def __init__(self, packer: AdapterPacker, rules: NameRules, lora_config: LoRAConfig, vocab_size: int) -> None:
         self._packer, self._rules, self._lora_config, self._vocab_size = packer, rules, lora_config, vocab_size
@@ -94,7 +91,6 @@ class AdapterLoader:
         return certificate
 
     def _certify(self, request: LoRARequest, source: AdapterFolder | AdapterTensors) -> Certificate:
-        """Check a source's config, and names, types and shapes of its tensors."""
         config = source.helper()
         config.refuse_illegal(self._lora_config, modules=(), tensors_decide=True)
         entries = source.entries(self._rules, request.weights_mapper)

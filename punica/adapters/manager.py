@@ -82,9 +82,7 @@ class LoRAModelManager(AdapterCache):
         self._last_step: tuple = (None, None)  # key of the latest step, and its rows in the wrapper
 
     def accept_activated_lora(self) -> None:
-        """Accept adapters with invocation tokens from now on: the caller computes the rows of a prompt before
-        :func:`activation_start` without the adapter.
-        """
+        """Accept activated LoRA: the caller computes rows before :func:`activation_start` without the adapter."""
         self._packer.takes_activated = True
 
     def check_adapter(self, request: LoRARequest, *, numbers: bool = False) -> None:
@@ -132,23 +130,18 @@ class LoRAModelManager(AdapterCache):
         return True
 
     def read_adapter(self, request: LoRARequest) -> LoRAModel:
-        """Read, check, pack and stage a request's folder for :meth:`add_read_adapter`; nothing is registered.
-
-        Thread-safe. Not for tensor-parallel ranks, which have to agree on errors.
+        """Read, check, pack and stage a request's folder for :meth:`add_read_adapter`; thread-safe, not for ranks of a
+        group.
         """
         return self._writer.stage(self._loader.load(request))
 
     def add_read_adapter(self, request: LoRARequest, read: LoRAModel) -> None:
-        """Register and activate a result of :meth:`read_adapter`, in place of another version of the id; a pin stays.
-        Raises as :meth:`add_adapter`.
-        """
+        """Register and activate a result of :meth:`read_adapter`, as :meth:`add_adapter`; a pin stays."""
         adapter_id = request.lora_int_id
         self._make_active({adapter_id: request}, {adapter_id}, {adapter_id: read})
 
     def note_read_adapter(self, request: LoRARequest, read: LoRAModel) -> None:
-        """Serve a result of :meth:`read_adapter` under a new id. It is registered if that evicts none; else its folder
-        is loaded when it is used, in this version.
-        """
+        """Serve a result of :meth:`read_adapter` under a new id: registered, or loaded when it is used."""
         if len(self) < self.capacity or self.loaded(read.id) is not None:
             self._register(LoadedAdapter(read, request))
         else:
@@ -173,9 +166,7 @@ class LoRAModelManager(AdapterCache):
                 "(max_loras); run fewer distinct adapters together or raise LoRAConfig.max_loras"
             )
         if unknown := sorted(_ids_of(mapping) - {0, *wanted}):
-            raise ValueError(
-                f"mapping uses adapter ids {unknown}, which are not requested; requested: {sorted(wanted)}"
-            )
+            raise ValueError(f"mapping uses adapter ids {unknown}, which are not requested, as {sorted(wanted)} are")
         # any slots will do: the rules do not depend on them
         self.punica_wrapper.check_metadata(mapping, list(wanted), self.lora_slots + 1, self.vocab_size)
         loaded = {i: self._latest.get(i, (self.request_of(i), None))[0] for i in wanted}

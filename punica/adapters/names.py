@@ -90,10 +90,7 @@ def _mapped(name: str, weights_mapper: NameMapper | None) -> str:
     if isinstance(weights_mapper, Mapping):
         for old, new in weights_mapper.items():
             if len(name) + name.count(old) * len(new) > MOST_NAME:  # before it is built: names could grow at each turn
-                raise ValueError(
-                    f"weights_mapper replaces {clip(old)} by {clip(new)} in {clip(name)}; at most {MOST_NAME} "
-                    "characters, use longer keys or fewer"
-                )
+                raise ValueError(f"weights_mapper replaces {clip(old)} by {clip(new)}: at most {MOST_NAME} characters")
             name = name.replace(old, new)
         return name
     if callable(weights_mapper):
@@ -113,9 +110,7 @@ def parse_fine_tuned_lora_name(name: str, weights_mapper: NameMapper | None = No
 def _parse(key: str, weights_mapper: NameMapper | None) -> TensorName:
     mapped = _mapped(key, weights_mapper)
     if "lora_magnitude_vector" in mapped:
-        raise ValueError(
-            f"{clip(key)} is a DoRA magnitude; DoRA adapters are not supported, merge the adapter or train plain LoRA"
-        )
+        raise ValueError(f"{clip(key)} is of DoRA, which is not supported; merge the adapter or train plain LoRA")
     match = _TENSOR_NAME.fullmatch(mapped)
     if match is None:
         raise ValueError(
@@ -130,7 +125,6 @@ def _parse(key: str, weights_mapper: NameMapper | None) -> TensorName:
 
 
 def _remedy_of(key: str) -> str:
-    """Explain the name of a trained bias, or a whole embedding or head, beside the LoRA weights."""
     if key.endswith(".bias"):
         return ". It is a bias, trained with bias='all' or 'lora_only': train with bias='none', or merge the adapter"
     if not key.endswith(("embed_tokens.weight", "lm_head.weight")):
@@ -174,9 +168,8 @@ class NameRules:
     skip_prefixes: Sequence[str] | None = None  # of modules to leave out, see `lora_names`
 
     def wanted(self, keys: Collection[str], weights_mapper: NameMapper | None = None) -> dict[str, TensorName]:
-        """Check the names of an adapter's tensors; return those of the LoRA tensors that this rank reads.
-
-        ValueError: as :func:`lora_names`; too many; all modules that are not expected.
+        """Check the names of an adapter's tensors, as :func:`lora_names`; return those of the LoRA tensors that this
+        rank reads. ValueError: too many, or modules that are not expected.
         """
         if len(keys) > self.most_tensors:
             raise ValueError(f"it has {len(keys)} tensors, an adapter of this model at most {self.most_tensors}")
@@ -185,8 +178,6 @@ class NameRules:
         if offenders := sorted(module for module in modules if adapter_component(module) not in expected):
             endings = sorted(expected)
             shown = f"{endings[:40]} and {len(endings) - 40} more" if len(endings) > 40 else str(endings)
-            raise ValueError(
-                f"adapter modules {clip(offenders)} are not supported by this model; expected names end in {shown}"
-            )
+            raise ValueError(f"the model has no {clip(offenders)} of the adapter; expected names end in {shown}")
         spec = self.moe_ep_spec
         return {key: name for key, name in names.items() if spec is None or not spec.is_remote(name.module)}

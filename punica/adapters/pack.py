@@ -131,10 +131,7 @@ class AdapterPacker:
             layer, part = self._place[name]
             first = given.setdefault(layer, {}).setdefault(part, name)
             if first != name:
-                raise ValueError(
-                    f"adapter {lora.id} has {first!r} and {name!r}, which are one and the same module of the model; "
-                    "keep one of the two"
-                )
+                raise ValueError(f"adapter {lora.id}: {first!r} and {name!r}, which are one and the same; keep one")
         if both := sorted(layer for layer, parts in given.items() if None in parts and parts.keys() - set(_WHOLE)):
             raise ValueError(f"adapter {lora.id} has {both} both whole and in parts; keep one of the two")
         return {layer: self._group(lora, layer, parts, is_loaded) for layer, parts in given.items()}
@@ -165,10 +162,8 @@ class AdapterPacker:
 def expert_slices(
     given: Mapping[int | None, ModuleWeights], layer: FusedMoEWithLoRA, parts: int, is_loaded: bool = False
 ) -> Slices:
-    """Collect the weights of a layer's experts, one pair per name in `layer.names`. ValueError: they do not fit it.
-
-    `given`: part number -> the adapter's weights; `parts`: matrices of all experts; `is_loaded`: the adapter has all
-    experts, else those of this rank alone will do.
+    """Collect the weights of a layer's experts, one pair per name in `layer.names`, from those `given` by part;
+    `parts`: matrices of all experts. `is_loaded`: of all, else this rank's alone will do. ValueError: no fit.
     """
     (first, *_) = given.values()
     is_whole, is_projection = None in given or BASE_LAYER in given, not given.keys().isdisjoint(PROJECTIONS.values())

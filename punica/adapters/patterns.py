@@ -24,10 +24,7 @@ class UnboundedPattern(ValueError):
 
 
 class NamePattern:
-    r"""A key of PEFT's patterns as a regular expression, `(?:.*\.)?(?:KEY)`.
-
-    ValueError: no regular expression. UnboundedPattern (a ValueError): too long, or of a kind that RE2 does not have.
-    """
+    r"""A key of PEFT's patterns as a regular expression, `(?:.*\.)?(?:KEY)`. ValueError: none of RE2's, or too long."""
 
     def __init__(self, pattern: str) -> None:
         import re2  # few adapters have expressions
@@ -71,7 +68,5 @@ class ModuleNames:
         """Tell of every name if the whole of it matches. UnboundedPattern: too much work."""
         self._left -= pattern.size * self._characters
         if self._left < 0:
-            raise UnboundedPattern(
-                "matching takes too long over all patterns; use fewer or simpler ones, such as plain module names"
-            )
+            raise UnboundedPattern("matching takes too long over all patterns; use fewer or simpler ones")
         return [pattern.matches(name) for name in self._names]

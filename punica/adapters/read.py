@@ -53,9 +53,7 @@ class TensorEntry(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Tensors by name. ``finite``: they were found to hold neither NaN nor inf; else that is not known. ``digest``: of
-    the bytes that were read, if they were.
-    """
+    """Tensors by name. ``finite``: known to hold neither NaN nor inf. ``digest``: of the bytes, if they were read."""
 
     tensors: dict[str, Tensor]
     finite: bool
@@ -106,9 +104,8 @@ class WeightsFile:
         return ValueError(f"{str(self._file)!r} is not a valid safetensors file of an adapter: {reason}")
 
     def entries(self, rules: NameRules, weights_mapper: NameMapper | None = None) -> dict[str, TensorEntry]:
-        """Check the header and the names in it; return the entries of the tensors that this rank reads.
-
-        ValueError: no safetensors file, or names that the rules refuse. TypeError: a dtype that no adapter has.
+        """Check the header and the names in it; return the entries of the tensors that this rank reads. ValueError: no
+        safetensors file, or names that the rules refuse. TypeError: a dtype that no adapter has.
         """
         with tempfile.NamedTemporaryFile() as mirror:
             mirror.write(self.header)
@@ -135,9 +132,7 @@ class WeightsFile:
         self, entries: Mapping[str, TensorEntry], dtype: torch.dtype | None = None,
         scalings: Mapping[str, float] = MappingProxyType({}),
     ) -> Numbers:  # fmt: skip
-        """Read tensors at checked entries, cast to `dtype`; those with a scaling, B's, are then multiplied by it.
-        ValueError: the file became shorter meanwhile.
-        """
+        """Read checked entries, cast to `dtype`, B's times their scaling. ValueError: the file became shorter."""
         runs = map_in_threads(lambda run: self._read_run(run, dtype, scalings), _runs(entries))
         tensors = {key: tensor for run in runs for key, tensor in run.tensors.items()}
         digest = hashlib.sha256(b"".join(run.digest for run in runs)).digest()
@@ -182,9 +177,7 @@ class WeightsFile:
         while targets:  # one call reads 2 GiB at most
             read = os.preadv(self._opened.fileno(), targets, start)
             if read == 0:
-                raise ValueError(
-                    f"{str(self._file)!r} became shorter while it was read; replace a file by renaming another to it"
-                )
+                raise ValueError(f"{str(self._file)!r} became shorter while it was read; rename another to it instead")
             start += read
             while targets and read >= len(targets[0]):
                 read -= len(targets.pop(0))
@@ -217,9 +210,7 @@ def _new_block(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _split_scaled(block: Tensor, shapes: Sequence[torch.Size], scaling: float) -> list[Tensor]:
-    """Scale a block of B's with one number of columns in place; return views of a copy that holds them as slots do,
-    rank after rank.
-    """
+    """Scale a block of B's with one number of columns; return views of a copy that holds them rank after rank."""
     if scaling != 1:
         block *= scaling  # torch computes products of half precision in float32
     columns = shapes[0][-1]
@@ -261,9 +252,7 @@ class AdapterFolder(WeightsFile):
         return PEFTHelper.from_text(self._text, self._file.with_name(CONFIG_FILE))
 
     def version(self, numbers: Numbers | None = None) -> AdapterVersion:
-        """Return the version that was read, with its numbers. ValueError: a file was written meanwhile, so that not all
-        that was read may be of one version.
-        """
+        """Return the version that was read, with its numbers. ValueError: a file was written meanwhile."""
         if numbers is None:
             return self.content
         now = os.fstat(self._opened.fileno())
@@ -293,17 +282,12 @@ class AdapterTensors(Mapping[str, Tensor]):
             raise ValueError("LoRARequest tensors are empty; give lora_A and lora_B of every adapted module")
         for name, tensor in tensors.items():
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                raise TypeError(
-                    f"LoRARequest tensors must map PEFT names to tensors, got {clip(name)}: {type(tensor).__name__}"
-                )
+                raise TypeError(f"tensors must map PEFT names to tensors, got {clip(name)}: {type(tensor).__name__}")
             if tensor.is_meta or tensor.layout is not torch.strided:
                 raise TypeError(f"LoRARequest tensors: {clip(name)} must be a dense tensor with data")
         given = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
         if not isinstance(given, Mapping):
-            raise TypeError(
-                "LoRARequest config must be the content of an adapter_config.json (a dict) or a peft.LoraConfig, got "
-                f"{type(config).__name__}; it comes with tensors"
-            )
+            raise TypeError(f"config must be the content of an adapter_config.json or a LoraConfig, got {type(config)}")
         self._config = copy.deepcopy(dict(given))
         self.places = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())

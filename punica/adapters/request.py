@@ -10,7 +10,7 @@ from typing import Any
 
 from punica.adapters.config import PEFTHelper
 from punica.adapters.read import AdapterTensors
-from punica.checks import check_count, clip
+from punica.checks import check_bool, check_count, clip
 
 NO_ADAPTER = "0 means 'no adapter'"
 LOAD_ERROR = "cannot load adapter "
@@ -61,8 +61,7 @@ class LoRARequest:
             if not value and (key == "lora_name" or self.tensors is None):
                 raise ValueError(f"LoRARequest {key} must not be empty (lora_name={clip(self.lora_name)})")
         for key in ("load_inplace", "is_3d_lora_weight"):
-            if not isinstance(getattr(self, key), bool):
-                raise TypeError(f"LoRARequest {key} must be a bool, got {clip(getattr(self, key))}")
+            check_bool(f"LoRARequest {key}", getattr(self, key))
         if (renames := self.weights_mapper) is not None:
             texts = [*renames, *renames.values()] if isinstance(renames, Mapping) else [None]
             if not all(isinstance(text, str) for text in texts):
@@ -130,9 +129,7 @@ def check_same_source(known: LoRARequest | None, request: LoRARequest) -> None:
 
 
 def distinct_requests(requests: Iterable[LoRARequest | None]) -> dict[int, LoRARequest]:
-    """Return `{id: request}` in order of first appearance, without `None`; `load_inplace` takes precedence.
-
-    TypeError: an entry is neither a request nor `None`. ValueError: one id with two names or paths.
+    """`{id: request}` in order of first appearance; `load_inplace` takes precedence. ValueError: one id with two names.
     """
     wanted: dict[int, LoRARequest] = {}
     for request in requests:
@@ -149,9 +146,7 @@ def distinct_requests(requests: Iterable[LoRARequest | None]) -> dict[int, LoRAR
 
 @contextmanager
 def loading(request: LoRARequest) -> Iterator[None]:
-    """Prefix the errors of a load with the adapter's name and path; an OSError but FileNotFoundError (no permission, a
-    disk that fails) becomes a ValueError.
-    """
+    """Prefix the errors of a load with the adapter's name and path; others of the system are ValueErrors."""
     try:
         yield
     except (OSError, TypeError, ValueError) as error:

@@ -23,10 +23,7 @@ LLAMA_LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_p
 
 
 def llama_module_shapes(model_config: Any, target_modules: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return `{module name: (in, out)}` of the targeted linear layers of a Hugging Face Llama config.
-
-    ValueError: no target, or one that is not a linear layer of Llama.
-    """
+    """`{module name: (in, out)}` of the targeted linear layers of a Llama config. ValueError: no such target."""
     unknown = sorted(set(target_modules) - set(LLAMA_LORA_MODULES))
     if unknown or not target_modules:
         raise ValueError(f"target_modules must be some of {list(LLAMA_LORA_MODULES)}, got {list(target_modules)}")

@@ -74,9 +74,7 @@ class ModuleWeights:
         return self.lora_a, self.lora_b
 
     def scaled(self) -> Slices:
-        """Return the slices with the scaling in B: in float32, rounded once, into new tensors.
-        RuntimeError: a shell of :meth:`LoRALayerWeights.from_config`.
-        """
+        """Return the slices with the scaling in B, rounded once, in new tensors. RuntimeError: a shell."""
         if self.slices and self.slices[0][0] is None and not self.is_packed:
             raise RuntimeError(f"module {self.module_name!r}: lora_a and lora_b are not set yet (shell of from_config)")
         return self.slices if self.scaling == 1 else [(a, times(b, self.scaling)) for a, b in self.slices]
@@ -140,9 +138,7 @@ class LoRALayerWeights(ModuleWeights):
 
 
 class PackedLoRALayerWeights(ModuleWeights):
-    """Weights of several slices (q, k, v or gate, up), from a list of A and one of B, `None` for a slice without; the
-    scaling is in B. `rank`: the largest.
-    """
+    """Weights of slices (q, k, v or gate, up), `None` for one without; the scaling is in B. `rank`: the largest."""
 
     is_packed = True  # type: ignore[assignment]  # also with one slice
 
@@ -181,9 +177,8 @@ class PackedLoRALayerWeights(ModuleWeights):
 
 
 def stack_experts(pairs: Slices) -> tuple[LoRAFactor, LoRAFactor]:
-    """Stack one projection of all experts, `A [E, r, in]` and `B [E, out, r]`, padded to its largest rank.
-
-    ValueError: experts of different sizes.
+    """Stack one projection of all experts, `A [E, r, in]` and `B [E, out, r]`, padded to the largest rank. ValueError:
+    sizes.
     """
     present = {i: (a.shape[1], b.shape[0]) for i, (a, b) in enumerate(pairs) if a is not None and b is not None}
     if not present:
@@ -191,9 +186,7 @@ def stack_experts(pairs: Slices) -> tuple[LoRAFactor, LoRAFactor]:
     width, height = next(iter(present.values()))
     for expert, (columns, rows) in present.items():
         if (columns, rows) != (width, height):
-            raise ValueError(
-                f"expert {expert}: A has {columns} columns and B {rows} rows, other experts have {width} and {height}"
-            )
+            raise ValueError(f"expert {expert}: A has {columns} columns and B {rows} rows, others {width} and {height}")
     rank = max(a.shape[0] for a, _ in pairs if a is not None)
     return _stack([a for a, _ in pairs], rank, width), _stack([b for _, b in pairs], height, rank)
 
@@ -312,9 +305,8 @@ class LoRAModel:
         cls, lora_model_id: int, contents: Collection[ModuleEntry], tensors: Mapping[str, Tensor],
         device: torch.device | str, dtype: torch.dtype | None, *, finite: bool = False,
     ) -> LoRAModel:  # fmt: skip
-        """Build an adapter from tensors of the shapes that `contents`, one entry or more, was made from.
-
-        `finite`: they are known to hold neither NaN nor inf, so that only what a cast changed is checked: ValueError.
+        """Build an adapter from tensors of the shapes that `contents`, one entry or more, was made from. ValueError:
+        NaN or inf; `finite`: known to hold neither, so that only what a cast changed is checked.
         """
         loras = {}
         for entry in contents:
@@ -357,9 +349,8 @@ class LoRAModel:
 
 
 def _by_expert(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Views `A [E, r, in]` and `B [E, out, r]` of a pair as PEFT's `target_parameters` stores all experts of a layer.
-
-    There A is `[E*r, in]`, expert after expert, and B `[out, r*E]`, where column `j*E + e` is rank j of expert e.
+    """Views `A [E, r, in]` and `B [E, out, r]` of PEFT's `target_parameters`: there A is `[E*r, in]`, expert after
+    expert, and B `[out, r*E]`, where column `j*E + e` is rank j of expert e.
     """
     experts = a.shape[0] // rank
     return a.view(experts, rank, a.shape[1]), b.view(b.shape[0], rank, experts).permute(2, 0, 1)

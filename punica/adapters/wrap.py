@@ -16,14 +16,7 @@ from punica.adapters.names import PROJECTIONS, MoEEPSpec, adapter_component, las
 from punica.config import LoRAConfig
 from punica.layers import BaseLayerWithLoRA, from_layer, from_layer_logits_processor
 from punica.layers.utils import base_weight
-from punica.parallel import (
-    FusedMoE,
-    LinearBase,
-    Need,
-    ParallelLMHead,
-    VocabParallelEmbedding,
-    get_tensor_model_parallel_world_size,
-)
+from punica.parallel import FusedMoE, LinearBase, Need, ParallelLMHead, VocabParallelEmbedding, current_group
 
 PackedMapping = Mapping[str, list[str]]
 L = TypeVar("L", bound=nn.Module, covariant=True)
@@ -46,9 +39,8 @@ def embedding_modules_of(model: nn.Module) -> set[str]:
 
 
 def find_supported_layers(model: nn.Module) -> list[NamedLayer[nn.Module]]:
-    """Find all linear layers, mixtures of experts, and modules named in the model's `embedding_modules`.
-
-    Raises RuntimeError if the model is already wrapped, ValueError if it has no such layer, or experts without names.
+    """Find all linear layers, mixtures of experts, and modules named in the model's `embedding_modules`. RuntimeError:
+    the model is wrapped. ValueError: it has no such layer, or experts without names.
     """
     embedding_names, packed = embedding_modules_of(model), packed_modules_of(model)
     names_of: dict[nn.Module, list[str]] = {}
@@ -136,7 +128,6 @@ def put_layers(model: nn.Module, wrapped: Collection[NamedLayer[BaseLayerWithLoR
 
 
 def _targeted(layer: NamedLayer[nn.Module], lora_config: LoRAConfig, packed: PackedMapping) -> list[str]:
-    """Return the names of a layer that the deployment filter lets through."""
     return [name for name in layer.names if is_in_target_modules(name, lora_config.target_modules, packed)]
 
 
@@ -154,7 +145,7 @@ def slots_need(model: nn.Module, lora_config: LoRAConfig) -> Need:
             slices = 1 if isinstance(one.layer, FusedMoE) else max(1, len(one.parts))
             weights = [weight for weight in one.layer.parameters(recurse=False) if weight.ndim >= 2]
             elements += sum(w[..., 0, 0].numel() * (w.shape[-2] + slices * w.shape[-1]) for w in weights)
-    elements //= get_tensor_model_parallel_world_size() if lora_config.fully_sharded_loras else 1
+    elements //= current_group().world_size if lora_config.fully_sharded_loras else 1
     return Need(
         f"{lora_config.max_loras} adapter slots of rank {lora_config.max_lora_rank}",
         elements * lora_config.max_lora_rank * lora_config.max_loras * dtype.itemsize,
@@ -163,9 +154,7 @@ def slots_need(model: nn.Module, lora_config: LoRAConfig) -> Need:
 
 
 def moe_ep_spec_of(layers: Collection[NamedLayer[nn.Module]]) -> MoEEPSpec | None:
-    """Return the experts of this rank, if ranks hold equal blocks; else `None`: all tensors are read, and packing
-    leaves out those of other ranks.
-    """
+    """Return the experts of this rank; `None` where ranks hold no equal blocks: all tensors are read."""
     for named in layers:
         layer = named.layer
         if isinstance(layer, FusedMoE) and layer.moe_config.moe_parallel_config.use_ep:

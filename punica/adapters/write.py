@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from punica.adapters.weights import LoRAModel, ModuleWeights
-from punica.layers import BaseLayerWithLoRA
+from punica.layers import BaseLayerWithLoRA, SlotPart
 from punica.layers.packing import LoRAFactor, Slices
 from punica.ops.quant import Fp8Matrix
 from punica.ops.slot_image import image_matrices, pack_image
@@ -108,7 +108,8 @@ class StreamSlotWriter(LayerSlotWriter):
             return stage(self._modules, lora, self._table.dtype, pin_memory=True)
 
     def write(self, slot: int, lora: LoRAModel) -> CopyHandle:
-        image = _image_of(lora)
+        if (image := lora.image) is None:
+            raise TypeError(f"adapter {lora.id} is not staged; pass what stage() returned")
         if slot in self._reading:
             self._stream.wait_event(self._step_stream.record_event())
         elif slot in self._last_read:
@@ -147,23 +148,15 @@ def make_slot_writer(modules: Mapping[str, BaseLayerWithLoRA]) -> SlotWriter:
     return StreamSlotWriter(modules, device) if device.type == "cuda" else LayerSlotWriter(modules)
 
 
-def _image_of(lora: LoRAModel) -> Tensor:
-    if lora.image is None:
-        raise TypeError(f"adapter {lora.id} is not staged; pass what stage() returned")
-    return lora.image
-
-
 def stage(
     modules: Mapping[str, BaseLayerWithLoRA], lora: LoRAModel, dtype: torch.dtype, *, pin_memory: bool
 ) -> LoRAModel:
-    """Copy this rank's part of every matrix of a packed adapter into an image, of which the result has views.
-
-    `dtype` is that of the slots (uint8 for FP8: values and scales go as bytes). Matrices are cast, and turned to the
-    memory order of their slots, here, once.
+    """Copy this rank's part of every matrix into an image, of which the result has views. `dtype` is that of the slots
+    (uint8 for FP8: values and scales as bytes), to which matrices are cast and turned here, once.
     """
     parts = {name: layer.slot_parts(lora.slices_of(name)) for name, layer in modules.items()}
     all_parts = [part for of_layer in parts.values() for part in of_layer]
-    image = pack_image([part.stored() for part in all_parts], dtype, pin_memory=pin_memory)
+    image = pack_image([(one.part, one.rank) for one in map(SlotPart.stored, all_parts)], dtype, pin_memory=pin_memory)
     views: list[Tensor | None] = []  # of the image, as the layers take them
     for part, matrix in zip(all_parts, image_matrices(image, len(all_parts), dtype), strict=True):
         if matrix is not None:
@@ -181,7 +174,6 @@ def stage(
 
 
 def _as_slices(views: list[Tensor | None], slices: Slices, fp8: bool) -> Slices:
-    """Pair the matrices of an image, in the order of :meth:`BaseLayerWithLoRA.slot_parts`, as slices."""
     factors: list[LoRAFactor] = list(views)
     if fp8:  # values of all, then their scales: of experts [E, rows], of others [rows, 1]
         half = len(views) // 2

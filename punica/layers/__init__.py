@@ -17,11 +17,7 @@
 """
 
 from punica.layers.base import BaseLayerWithLoRA, SlotPart
-from punica.layers.base_linear import (
-    BaseLinearLayerWithLoRA,
-    ReplicatedLinearWithLoRA,
-    RowParallelLinearWithLoRA,
-)
+from punica.layers.base_linear import BaseLinearLayerWithLoRA, ReplicatedLinearWithLoRA, RowParallelLinearWithLoRA
 from punica.layers.column_parallel_linear import (
     ColumnParallelLinearWithLoRA,
     MergedColumnParallelLinearVariableSliceWithLoRA,

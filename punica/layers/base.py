@@ -159,7 +159,6 @@ class BaseLayerWithLoRA(nn.Module):
         self._live_ranks = self.lora_ranks, self.lora_ranks
 
     def _refer_to_slots(self) -> None:
-        """Make the objects by which the wrapper takes the slots."""
         scheme = PLAIN if cast(LoRAConfig, self.lora_config).fp8 is None else PER_CHANNEL
         self.stack_a = Stack.of_a(self._slots[0], self._live_ranks[0], self.lora_a_scale, scheme)
         self.stack_b = Stack.of_b(self._slots[1], self._live_ranks[1], self.lora_b_scale, scheme)
@@ -178,10 +177,8 @@ class BaseLayerWithLoRA(nn.Module):
         self.fill_slot(index, None)
 
     def set_lora(self, index: int, lora_a: LoRAInput, lora_b: LoRAInput) -> None:
-        """Replace slot ``index`` by full matrices A ``[r, in]`` and B ``[out, r]`` (lists of them for packed layers).
-
-        After an exception the slot holds what it held. The copies are asynchronous where the source allows, on the
-        current stream.
+        """Replace slot ``index`` by full A ``[r, in]`` and B ``[out, r]`` (lists for packed layers), asynchronously on
+        the current stream. After an exception the slot holds what it held.
         """
         self._require_slots("set_lora")
         check_slot_index(index, self.max_loras)
@@ -313,7 +310,6 @@ class BaseLayerWithLoRA(nn.Module):
         return groups
 
     def _as_groups(self, lora_a: LoRAInput, lora_b: LoRAInput) -> Slices:
-        """Pair the arguments of ``set_lora``. Here: one slice, one tensor each."""
         for name, value in (("lora_a", lora_a), ("lora_b", lora_b)):
             if value is not None and not isinstance(value, (Tensor, Fp8Matrix)):
                 raise TypeError(f"{name} must be one tensor for {type(self).__name__}, got {type(value).__name__}")
@@ -369,9 +365,7 @@ def _of_every_slice(cut: Callable[[int, Tensor], Tensor], given: Any) -> Any:
 
 
 class UnsplitLayer(BaseLayerWithLoRA):
-    """Base of embeddings and logits: one slice whose A and B are whole on every rank; ``lora_a_stacked`` and
-    ``lora_b_stacked`` are tensors.
-    """
+    """Base of embeddings and logits: one slice, A and B whole on every rank; the stacks are tensors."""
 
     skips_when_empty = True
     lora_a_stacked: Tensor

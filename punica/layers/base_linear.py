@@ -27,13 +27,7 @@ from punica.layers.utils import (
 )
 from punica.ops.interface import ALONE, Beside
 from punica.parallel.group import split_tensor_along_last_dim, tensor_model_parallel_all_reduce
-from punica.parallel.linear import (
-    SKINNY_METHODS,
-    LinearOutput,
-    ReplicatedLinear,
-    RowParallelLinear,
-    check_last_dim,
-)
+from punica.parallel.linear import SKINNY_METHODS, LinearOutput, ReplicatedLinear, RowParallelLinear, check_last_dim
 from punica.parallel.matmul import is_skinny
 
 
@@ -91,7 +85,8 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
             aside = self._streams.begin(rows)
             if aside is not None:
                 base = self.base_layer
-                plain = self._has_plain_product(x, rows)
+                plain = not self._uses_base_forward and type(base.quant_method) in SKINNY_METHODS
+                plain = plain and rows.dtype == x.dtype and is_skinny(x, self.weight)  # the op can make it as well
                 beside = Beside(aside, base.quant_method.operands(base, bias) if plain else ())
         output = x.new_empty(x.shape[0], self.output_size) if beside.base else self._base_output(x, bias)
         y = as_rows(output)
@@ -103,11 +98,6 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
         check_last_dim(x, self.input_size, type(self).__name__)
         rows, dtype = as_rows(x), self._row_dtype
         return rows if rows.dtype == dtype else rows.to(dtype)
-
-    def _has_plain_product(self, x: Tensor, rows: Tensor) -> bool:
-        """True where the base product is one that the op of the LoRA term can make as well: that of `is_skinny`."""
-        plain = not self._uses_base_forward and type(self.base_layer.quant_method) in SKINNY_METHODS
-        return plain and rows.dtype == x.dtype and is_skinny(x, self.weight)
 
     def _base_output(self, x: Tensor, bias: Tensor | None) -> Tensor:
         base = self.base_layer

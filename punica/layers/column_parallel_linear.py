@@ -16,13 +16,7 @@ from punica.layers.packing import LoRAFactor, Slices, expand_groups
 from punica.layers.utils import _not_fully_sharded_can_replace, is_exactly, is_kind_of, listed_groups
 from punica.ops.quant import Fp8Matrix
 from punica.parallel.group import tensor_model_parallel_all_gather
-from punica.parallel.linear import (
-    ColumnParallelLinear,
-    LinearOutput,
-    MergedColumnParallelLinear,
-    OutputShard,
-    QKVParallelLinear,
-)
+from punica.parallel.linear import ColumnParallelLinear, LinearOutput, MergedColumnParallelLinear, QKVParallelLinear
 
 
 class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
@@ -44,7 +38,7 @@ class ColumnParallelLinearWithLoRA(BaseLinearLayerWithLoRA):
         self.output_size = base_layer.output_size_per_partition
         self.output_slices = (self.output_size,)
         # the matrices stacked in the base layer's weight, with this rank's rows of each
-        self._matrices: list[OutputShard] = list(base_layer.output_shards().values())
+        self._matrices = list(base_layer.output_shards().values())
         self.full_output_sizes = (sum(matrix.full for matrix in self._matrices),)
 
     def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
@@ -117,18 +111,14 @@ class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
 
 
 class MergedColumnParallelLinearVariableSliceWithLoRA(MergedColumnParallelLinearWithLoRA):
-    """A merged layer of three or more matrices, adapted one by one, in groups, or as one matrix.
-
-    Besides lists, ``set_lora`` takes a single A (shared by all slices) and a single B (``sum(output_sizes)`` rows).
+    """A merged layer of three or more matrices, adapted one by one, in groups, or as one matrix: ``set_lora`` also
+    takes a single A (shared by all slices) and a single B (``sum(output_sizes)`` rows).
     """
 
     def _as_groups(self, lora_a: LoRAInput, lora_b: LoRAInput) -> Slices:
         if isinstance(lora_b, (Tensor, Fp8Matrix)):
             if lora_b.ndim != 2 or lora_b.shape[0] != sum(self.output_sizes):
-                raise ValueError(
-                    f"a single lora_b must be 2-D with {sum(self.output_sizes)} rows, the sum of output_sizes "
-                    f"{self.output_sizes}, got shape {tuple(lora_b.shape)}"
-                )
+                raise ValueError(f"a single lora_b must have {sum(self.output_sizes)} rows, got {tuple(lora_b.shape)}")
             lora_b = list(lora_b.split(list(self.output_sizes)))
         if isinstance(lora_a, (Tensor, Fp8Matrix)) and isinstance(lora_b, (list, tuple)):
             lora_a = [None if b is None else lora_a for b in lora_b]

@@ -51,10 +51,8 @@ class DualStream:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Run launches inside on the auxiliary stream, behind what the current one had at `begin`; the current
-        stream waits for it.
-
-        The streams are joined also when a launch raises. The host waits for neither.
+        """Run launches inside on the auxiliary stream, behind what the current one had at `begin`; the current stream
+        waits for it, also after an error. The host waits for neither.
         """
         current = torch.cuda.current_stream(self._device)
         auxiliary = _auxiliary_stream(self._device, current.cuda_stream)
@@ -68,10 +66,8 @@ class DualStream:
 
 
 def dual_stream_for(device: torch.device, lora_config: LoRAConfig) -> DualStream | None:
-    """Build the second stream of a layer; ``None`` where everything stays on the current stream.
-
-    That is without ``dual_stream``, on a CPU, and with fully sharded adapters, whose collectives keep their order.
-    Wrappers that do not take ``aside`` leave it unused.
+    """Build the second stream of a layer; ``None`` without ``dual_stream``, on a CPU, and with fully sharded adapters,
+    whose collectives keep their order. Wrappers that do not take ``aside`` leave it unused.
     """
     wanted = getattr(lora_config, "dual_stream", False) and not lora_config.fully_sharded_loras
     return DualStream(device) if wanted and device.type == "cuda" else None

@@ -21,14 +21,9 @@ import torch
 from torch import Tensor
 
 from punica.config import LoRAConfig
+from punica.layers import column_parallel_linear as column
 from punica.layers.base import Shapes
 from punica.layers.base_linear import BaseLinearLayerWithLoRA, RowParallelLinearWithLoRA
-from punica.layers.column_parallel_linear import (
-    ColumnParallelLinearWithLoRA,
-    MergedColumnParallelLinearWithLoRA,
-    MergedQKVParallelLinearWithLoRA,
-    QKVParallelLinearWithLoRA,
-)
 from punica.layers.utils import _fully_sharded_can_replace, as_rows, has_no_lora
 from punica.parallel.group import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 
@@ -59,7 +54,6 @@ class _FullySharded(BaseLinearLayerWithLoRA):
         return self.tp_size == 1 and super().mixes
 
     def _join(self, h: Tensor) -> Tensor:
-        """Combine the ranks' intermediates to ``[n, T, R]``."""
         raise NotImplementedError
 
     def _first_column(self) -> int:
@@ -73,10 +67,7 @@ class _FullySharded(BaseLinearLayerWithLoRA):
 
 
 class _RankSharded(_FullySharded):
-    """Column layers: A is cut by rows, i.e. along the rank. Rank ``p`` keeps rows ``[p*R/tp, (p+1)*R/tp)``.
-
-    ``lora_a_ranks``: int32 ``[n_slices, L]``, how many rows of each slot's A this rank holds.
-    """
+    """Column layers: rank ``p`` has rows ``[p*R/tp, (p+1)*R/tp)`` of A, int32 ``lora_a_ranks [n, L]`` of them live."""
 
     lora_a_ranks: Tensor | None = None
 
@@ -106,11 +97,11 @@ class _RankSharded(_FullySharded):
         return tensor_model_parallel_all_gather(h) if is_cut else h
 
 
-class ColumnParallelLinearWithShardedLoRA(_RankSharded, ColumnParallelLinearWithLoRA):
+class ColumnParallelLinearWithShardedLoRA(_RankSharded, column.ColumnParallelLinearWithLoRA):
     """:class:`ColumnParallelLinearWithLoRA` with A cut along the rank."""
 
 
-class MergedColumnParallelLinearWithShardedLoRA(_RankSharded, MergedColumnParallelLinearWithLoRA):
+class MergedColumnParallelLinearWithShardedLoRA(_RankSharded, column.MergedColumnParallelLinearWithLoRA):
     """:class:`MergedColumnParallelLinearWithLoRA` with every slice's A cut along the rank; one gather for all."""
 
     @classmethod
@@ -119,11 +110,11 @@ class MergedColumnParallelLinearWithShardedLoRA(_RankSharded, MergedColumnParall
         return super().can_replace_layer(**layer) and layer["source_layer"].tp_size > 1
 
 
-class QKVParallelLinearWithShardedLoRA(_RankSharded, QKVParallelLinearWithLoRA):
+class QKVParallelLinearWithShardedLoRA(_RankSharded, column.QKVParallelLinearWithLoRA):
     """:class:`QKVParallelLinearWithLoRA` with A cut along the rank."""
 
 
-class MergedQKVParallelLinearWithShardedLoRA(_RankSharded, MergedQKVParallelLinearWithLoRA):
+class MergedQKVParallelLinearWithShardedLoRA(_RankSharded, column.MergedQKVParallelLinearWithLoRA):
     """:class:`MergedQKVParallelLinearWithLoRA` with every slice's A cut along the rank; one gather for all."""
 
 

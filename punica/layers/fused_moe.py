@@ -74,23 +74,14 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         self._shared_experts = base_layer._shared_experts
         place = self.moe_config.moe_parallel_config
         if place.use_ep and place.all2all_backend != SUPPORTED_BACKEND:
-            raise ValueError(
-                f"expert-parallel LoRA supports only the all2all backend {SUPPORTED_BACKEND!r}, got "
-                f"{place.all2all_backend!r}"
-            )
+            raise ValueError(f"all2all backend must be {SUPPORTED_BACKEND!r} for LoRA, got {place.all2all_backend!r}")
         if place.use_ep and place.is_sequence_parallel:
             raise ValueError("expert-parallel LoRA does not support is_sequence_parallel=True; turn it off")
         if getattr(base_layer.quant_method, "is_monolithic", False):
-            raise ValueError(
-                f"{type(base_layer.quant_method).__name__} is monolithic: one kernel routes and multiplies, so LoRA "
-                "cannot be applied inside the expert computation; choose a modular method"
-            )
+            raise ValueError(f"{type(base_layer.quant_method).__name__} is monolithic: LoRA needs a modular method")
         experts = base_layer.routed_experts
         if not getattr(experts, "supports_lora", lambda: False)():
-            raise ValueError(
-                f"{type(experts).__name__} does not support LoRA; build the layer with experts whose supports_lora() "
-                "is true, such as punica.parallel.moe.RoutedExperts"
-            )
+            raise ValueError(f"{type(experts).__name__} does not support LoRA; use punica.parallel.moe.RoutedExperts")
         self.tp_size, self.tp_rank = place.tp_size, place.tp_rank
         self._w13_slices = 2 if self.moe_config.is_act_and_mul else 1
         self.n_slices = self.local_num_experts * (self._w13_slices + 1)
@@ -102,9 +93,7 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
     def _check_new_slots(self, max_loras: int, lora_config: LoRAConfig, model_config: Any) -> None:
         super()._check_new_slots(max_loras, lora_config, model_config)
         if self.use_ep and lora_config.fully_sharded_loras:
-            raise ValueError(
-                "expert parallelism and fully_sharded_loras both partition the same group of ranks; disable one of them"
-            )
+            raise ValueError("expert parallelism and fully_sharded_loras both partition one group; disable one of them")
         if max_loras != lora_config.max_loras:
             raise ValueError(f"max_loras is {max_loras}, lora_config.max_loras {lora_config.max_loras}; must be equal")
         for name, size in (("max_lora_rank", lora_config.max_lora_rank), ("the hidden size", self.hidden_size)):
@@ -140,7 +129,6 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         """Nothing: slots are looked up in `set_mapping`."""
 
     def _weights(self, site: str) -> ExpertLoRAWeights:
-        """The weights of w13 or w2, as the wrapper takes them."""
         is_w2 = site == "w2"
         own = slice(-1, None) if is_w2 else slice(-1)
         a, b = self._slots[0][own], self._slots[1][own]
@@ -192,9 +180,7 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         slices = super().check_slices(self.to_slices(groups))
         for name, (a, _) in zip(self.names, slices, strict=True):
             if self.fully_sharded and a is not None and a.shape[1] % self.tp_size:
-                raise ValueError(
-                    f"{name}: rank {a.shape[1]} must be divisible by tp_size {self.tp_size} with fully_sharded_loras"
-                )
+                raise ValueError(f"{name}: rank {a.shape[1]} must be divisible by tp_size {self.tp_size}, sharded")
         return slices
 
     def to_slices(self, groups: Slices) -> Slices:
@@ -260,13 +246,13 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
     def can_replace_layer(
         cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], **_: Any
     ) -> bool:
-        return is_kind_of(source_layer, FusedMoE) and len(packed_modules_list) == 2
+        """Experts whose first product is packed from as many modules as `names` has for it."""
+        return is_kind_of(source_layer, FusedMoE) and len(packed_modules_list) == len(cls.names) - 1
 
 
 class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
-    """LoRA over experts, with gate and up as one matrix w13, ``B [E, 2*I*tp, r]``, and w2; w13 is one slice.
-
-    Rows of that B are ordered as the base layer's: gate above up, or interleaved (gpt-oss).
+    """LoRA over experts, with gate and up as one matrix w13 and one slice, ``B [E, 2*I*tp, r]``, and w2. Rows of that B
+    are ordered as the base layer's: gate above up, or interleaved (gpt-oss).
     """
 
     names = ("w13", "w2")
@@ -290,11 +276,6 @@ class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
 
     def _check_layout(self, model_config: Any) -> None:
         """Support both w13 layouts."""
-
-    @property
-    def _interleaved(self) -> bool:
-        layout = getattr(self.base_layer, "w13_layout", "concatenated")
-        return self._base_model == "GptOssForCausalLM" or layout == "interleaved"
 
     @property
     def _w13_rows(self) -> int:
@@ -321,14 +302,9 @@ class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
             return super()._slice_w13_b(b)
         inner = self.intermediate_size_per_partition
         experts, rows, rank = b.shape
-        if self._interleaved:
+        layout = getattr(self.base_layer, "w13_layout", "concatenated")
+        if self._base_model == "GptOssForCausalLM" or layout == "interleaved":
             own = b.view(experts, rows // 2, 2, rank)[:, self._own(inner)]
         else:
             own = b.view(experts, 2, rows // 2, rank)[:, :, self._own(inner)]
         return own.reshape(experts, 2 * inner, rank)
-
-    @classmethod
-    def can_replace_layer(
-        cls, *, source_layer: Any, lora_config: Any, packed_modules_list: list[str], **_: Any
-    ) -> bool:
-        return is_kind_of(source_layer, FusedMoE) and len(packed_modules_list) == 1

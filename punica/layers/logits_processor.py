@@ -54,10 +54,7 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
 
     def _allocate(self, max_loras: int, lora_config: LoRAConfig) -> None:
         if self.vocab_size > MAX_VOCAB_SIZE:
-            raise ValueError(
-                f"vocab_size must be at most {MAX_VOCAB_SIZE} for LoRA on the logits, got {self.vocab_size}; leave "
-                "lm_head out with LoRAConfig.target_modules"
-            )
+            raise ValueError(f"LoRA needs vocab_size <= {MAX_VOCAB_SIZE} here, got {self.vocab_size}; wrap no lm_head")
         super()._allocate(max_loras, lora_config)
         if self.sharded_to_full_mapping is not None:
             mapping = torch.as_tensor(self.sharded_to_full_mapping, dtype=torch.int64, device=self.device)
@@ -68,9 +65,8 @@ class LogitsProcessorWithLoRA(UnsplitLayer):
         return type(self.base_layer).forward(self, *args, **kwargs)
 
     def _get_logits(self, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None) -> Tensor | None:
-        """Logits ``[S, vocab_size]`` with every row's LoRA term; ``None`` on ranks that do not get them.
-
-        ``lm_head`` may be wrapped (``lm_head.base_layer``). ``RuntimeError``: no slots or wrapper yet.
+        """Logits ``[S, vocab_size]`` with every row's LoRA term; ``None`` on ranks that do not get them. ``lm_head``
+        may be wrapped. RuntimeError: no slots or wrapper yet.
         """
         head = getattr(lm_head, "base_layer", lm_head)
         self._ready_wrapper(hidden_states, head.weight)

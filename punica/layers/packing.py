@@ -8,9 +8,7 @@ from punica.ops.quant import Fp8Matrix
 
 LoRAFactor = Tensor | Fp8Matrix | None
 Slices = list[tuple[LoRAFactor, LoRAFactor]]
-"""A ``[r, in]`` and B ``[out, r]`` of every slice, of experts ``[E, r, in]`` and ``[E, out, r]``; ``(None, None)``:
-not adapted.
-"""
+"""A ``[r, in]`` and B ``[out, r]`` of every slice, of experts with ``E`` before both; ``(None, None)``: not adapted."""
 
 
 def expand_groups(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from punica.checks import as_int
 from punica.layers.packing import Slices
 from punica.ops.quant import Fp8Matrix
 
@@ -74,9 +75,7 @@ def base_weight(base_layer: nn.Module) -> Tensor:
 
 def check_slot_index(index: object, num_slots: int) -> None:
     """``TypeError`` unless ``index`` is an int, ``ValueError`` unless it is a slot in ``[0, num_slots)``."""
-    if isinstance(index, bool) or not isinstance(index, int):
-        raise TypeError(f"index must be an int, got {type(index).__name__} ({index!r})")
-    if not 0 <= index < num_slots:
+    if not 0 <= as_int("index", index) < num_slots:
         raise ValueError(f"index must be a slot in [0, {num_slots}), got {index}; max_loras={num_slots} slots exist")
 
 
@@ -147,23 +146,15 @@ def _set(variable: ContextVar[bool], value: bool) -> Iterator[None]:
         variable.reset(token)
 
 
-@contextmanager
-def rehearsal() -> Iterator[None]:
-    """Inside, layers do what they would do in a capture, so that a graph finds its kernels compiled and loaded."""
-    with _set(_rehearsing, True):
-        yield
+rehearsal = functools.partial(_set, _rehearsing, True)
+"""Context in which layers do what they would do in a capture, so that a graph finds its kernels compiled and loaded."""
+capturing_vocabulary = functools.partial(_set, _captures_vocabulary)
+"""Context in which captures have the LoRA work of embedding and head, or (False) not: no adapter is for them."""
 
 
 def is_being_captured(tensor: Tensor) -> bool:
     """True where work on ``tensor`` goes into a CUDA graph now, or in its `rehearsal`."""
     return tensor.is_cuda and (_rehearsing.get() or torch.cuda.is_current_stream_capturing())
-
-
-@contextmanager
-def capturing_vocabulary(wanted: bool) -> Iterator[None]:
-    """Inside, what is captured has the LoRA work of embedding and head, or not: for steps without adapters for them."""
-    with _set(_captures_vocabulary, wanted):
-        yield
 
 
 def has_vocabulary_work(filled_slots: Collection[int], tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ Ids behind the original vocabulary (added by a fine-tune) have no row in A and g
 split over ranks by ids and reduced; A and B are whole on every rank, and the term is added to the reduced output.
 """
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,15 +31,12 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
 
     a_row_major = False
     lora_a_stacked_2d: Tensor
+    weight = property(attrgetter("base_layer.weight"))
 
     def __init__(self, base_layer: Any) -> None:
         super().__init__(base_layer)
         self.full_input_size = base_layer.org_vocab_size
         self.full_output_sizes = (base_layer.embedding_dim,)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base_layer.weight
 
     def _allocate(self, max_loras: int, lora_config: LoRAConfig) -> None:
         super()._allocate(max_loras, lora_config)
@@ -63,10 +61,7 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
                 f"{self.full_input_size}; pass that"
             )
         if input_.numel() < tokens:
-            raise ValueError(
-                f"got {input_.numel()} ids, expected at least the {tokens} tokens of the mapping; "
-                "call update_metadata for this batch"
-            )
+            raise ValueError(f"got {input_.numel()} ids for {tokens} tokens of the mapping; update_metadata for them")
         output = self.base_layer(input_)
         if has_no_lora(wrapper) or not has_vocabulary_work(self.filled_slots, input_):
             return output
@@ -75,10 +70,8 @@ class VocabParallelEmbeddingWithLoRA(UnsplitLayer):
         return output
 
     def _shrunk(self, ids: Tensor, slots: Tensor) -> Tensor:
-        """``x A^T``: the gathered rows ``[T, R]``, zero for ids outside the original vocabulary.
-
-        A row without adapter gets that of some slot, which is not read. The sums stay on the device, where the slots
-        of a captured step change.
+        """``x A^T``: the gathered rows ``[T, R]``, zero for ids outside the original vocabulary. A row without adapter
+        gets that of some slot, which is not read: the slots of a captured step change on the device.
         """
         known = ids.clamp(0, self.full_input_size - 1)
         rows = torch.add(known, slots, alpha=self.full_input_size).clamp_(min=0)

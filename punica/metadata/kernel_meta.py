@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from punica.checks import check_count
+from punica.checks import check_bool, check_count
 from punica.metadata.rows import HEIGHTS, NO_ROWS, RowGroups, capacities, check_slots
 from punica.metadata.staging import StagedBuffer, aligned_offsets
 
@@ -27,8 +27,7 @@ def get_captured_lora_counts(max_loras: int, specialize: bool) -> list[int]:
     8 -> ``[1, 2, 4, 8, 9]``. The single source of truth for capture and for dispatch.
     """
     largest = check_count("max_loras", max_loras) + 1
-    if not isinstance(specialize, bool):
-        raise TypeError(f"specialize must be a bool, got {specialize!r}")
+    check_bool("specialize", specialize)
     powers = [1 << exponent for exponent in range(largest.bit_length())] if specialize else []
     return sorted({*powers, largest})
 
@@ -74,9 +73,7 @@ class LoRAKernelMeta:
         max_loras: int, max_num_tokens: int, device: torch.device | str,
         captured_lora_counts: Sequence[int] | None = None,
     ) -> LoRAKernelMeta:  # fmt: skip
-        """Allocate everything, in the state that follows an empty mapping. ValueError: a size below 1, or a captured
-        count outside ``[1, L+1]``.
-        """
+        """Allocate everything, for no rows. ValueError: a size below 1, or a captured count outside ``[1, L+1]``."""
         return KernelMetaBuffer(1, max_loras, max_num_tokens, device, captured_lora_counts).metas[0]
 
     def prepare_tensors(self, token_lora_mapping: torch.Tensor) -> None:
@@ -142,9 +139,7 @@ class KernelMetaBuffer:
         counts = {check_count("captured_lora_counts", count) for count in captured_lora_counts or ()}
         self.captured_lora_counts = sorted(counts)
         if self.captured_lora_counts and self.captured_lora_counts[-1] > slots + 1:
-            raise ValueError(
-                f"captured_lora_counts has {self.captured_lora_counts[-1]}, more than max_loras + 1 = {slots + 1}"
-            )
+            raise ValueError(f"captured_lora_counts has {max(counts)}, more than max_loras + 1 = {slots + 1}")
         records = [2 * most for most in capacities(slots, tokens)]
         lengths = [slots + 1, slots + 1, slots + 2, tokens, tokens, len(HEIGHTS), *records]
         offsets, total = aligned_offsets(lengths * number)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from punica.checks import check_count
+from punica.checks import check_bool, check_count
 from punica.metadata.rows import RowGroups, check_slots
 from punica.metadata.staging import send
 
@@ -35,8 +35,7 @@ class LoRAMapping:
     def __post_init__(self) -> None:
         object.__setattr__(self, "index_mapping", _adapter_ids("index_mapping", self.index_mapping))
         object.__setattr__(self, "prompt_mapping", _adapter_ids("prompt_mapping", self.prompt_mapping))
-        if not isinstance(self.is_prefill, bool):
-            raise TypeError(f"is_prefill must be a bool, got {type(self.is_prefill).__name__} {self.is_prefill!r}")
+        check_bool("is_prefill", self.is_prefill)
 
 
 def _adapter_ids(name: str, values: Any) -> tuple[int, ...]:
@@ -63,9 +62,7 @@ def mapped_rows(
     slot_of = _slot_table(lora_index_to_id)
     check_count("max_loras", max_loras)
     if max_loras < len(lora_index_to_id):
-        raise ValueError(
-            f"max_loras is {max_loras}, must be >= {len(lora_index_to_id)}, the number of entries of lora_index_to_id"
-        )
+        raise ValueError(f"max_loras is {max_loras}, must be >= {len(lora_index_to_id)}, entries of lora_index_to_id")
     tokens = RowGroups.of_rows(_slots("index_mapping", mapping.index_mapping, slot_of))
     if mapping.prompt_mapping == mapping.index_mapping:
         return tokens, tokens
@@ -78,9 +75,7 @@ def padded_slots(sampled: np.ndarray, max_loras: int) -> np.ndarray:
 
 
 def embedding_offsets(tokens: np.ndarray, vocab_size: int, extra_vocab_size: int = 0) -> np.ndarray:
-    """``[2, T]``, with ``e = max(slot, 0)``: ``e * extra_vocab_size`` and ``e * (vocab_size + extra_vocab_size)``, the
-    offset of the slot's table in a flattened embedding A.
-    """
+    """``[2, T]``: ``e * extra_vocab_size`` and ``e * (vocab_size + extra_vocab_size)`` for slots ``e``, of none 0."""
     # rows without adapter point harmlessly into slot 0: the expand that follows skips them
     table = np.maximum(tokens, 0)
     return np.stack((table * extra_vocab_size, table * (vocab_size + extra_vocab_size)))

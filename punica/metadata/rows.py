@@ -110,9 +110,7 @@ class RowGroups:
 
     @classmethod
     def of_runs(cls, slots: Sequence[int], lengths: Sequence[int]) -> RowGroups:
-        """From runs in the order of their rows; empty ones are dropped and equal neighbours joined. ValueError: a
-        negative length.
-        """
+        """From runs in the order of their rows, empty or equal ones too. ValueError: a negative length."""
         runs, sizes = np.array(slots, dtype=np.int64), np.array(lengths, dtype=np.int64)
         if sizes.min(initial=0) < 0:
             raise ValueError(f"lengths[{int(sizes.argmin())}] is {int(sizes.min())}; a run has 0 rows or more")
@@ -178,9 +176,8 @@ NO_ROWS = RowGroups(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 def check_slots(name: str, slots: torch.Tensor, max_loras: int | None = None) -> np.ndarray:
-    """``slots`` on the host; a tensor on a device is read back once.
-
-    TypeError unless it is an integer tensor; ValueError unless 1-D with values in ``[-1, max_loras)``, where given.
+    """``slots`` on the host. TypeError: no integer tensor. ValueError: not 1-D, or outside ``[-1, max_loras)``, where
+    given.
     """
     if not isinstance(slots, torch.Tensor):
         raise TypeError(f"{name} must be an integer tensor, got {type(slots).__name__}")

@@ -22,9 +22,8 @@ _ROWS_MOVED_PER_RUN_SAVED = 4
 
 
 class Run(NamedTuple):
-    """``segments`` segments of ``length`` rows from row ``start`` on; segment i uses slot ``slot + i``.
-
-    ``rank`` is the true rank of all its adapters, ``None`` the full width of the weights (plans leave it ``None``).
+    """``segments`` segments of ``length`` rows from row ``start`` on; segment i uses slot ``slot + i``. ``rank``: the
+    true one of all its adapters, ``None`` the full width (plans leave it ``None``).
     """
 
     slot: int

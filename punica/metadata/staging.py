@@ -12,9 +12,8 @@ import torch
 
 
 class StagedBuffer:
-    """A tensor ``tensor`` of fixed shape and address, as captured graphs hold it, on the current stream of its device.
-
-    Use: ``host = buffer.begin(); host[...] = values; buffer.commit(rows)``, one thread at a time.
+    """A tensor ``tensor`` of fixed shape and address, as captured graphs hold it, on its device's current stream. Use:
+    ``host = buffer.begin(); host[...] = values; buffer.commit(rows)``, one thread at a time.
     """
 
     def __init__(

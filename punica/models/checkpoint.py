@@ -105,9 +105,7 @@ def _check_numbers(found: Mapping[str, StoredTensor], folder: str | Path) -> Non
     for name, one in sorted(found.items()):
         if one.dtype not in FLOATS and not name.startswith(_OTHER_HEADS):
             without = " without scales" if one.dtype.startswith("F8") else ""
-            raise ValueError(
-                f"{where} stores {name} as {one.dtype}{without}, must be one of {', '.join(FLOATS)}; {UNQUANTISED}"
-            )
+            raise ValueError(f"{where} stores {name} as {one.dtype}{without}, not {', '.join(FLOATS)}; {UNQUANTISED}")
 
 
 def _files(folder: Path) -> list[Path]:
@@ -128,9 +126,7 @@ def _files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One tensor of a checkpoint, with its full shape, and the parameter it fills.
-
-    ``shard_id`` selects one matrix of a packed parameter (``"q"``, or 1 for the up projection).
+    """One tensor of a checkpoint, with its full shape, and the parameter it fills, or the ``shard_id`` of a packed one.
     """
 
     name: str
@@ -181,9 +177,7 @@ def load_tensors(entries: Sequence[CheckpointEntry], stored: Mapping[str, Stored
     for entry in entries if get_tensor_model_parallel_rank() else shown(entries, "loading weights", "tensor"):
         full = stored[entry.name].read()
         if not is_finite(full):
-            raise ValueError(
-                f"checkpoint tensor {entry.name} contains NaN or inf; download or save the checkpoint again"
-            )
+            raise ValueError(f"checkpoint tensor {entry.name} contains NaN or inf; download or save it again")
         entry.load(full)
 
 

@@ -123,9 +123,7 @@ def _read(path: Path, classes: Mapping[str, type[Any]], names: str) -> Any:
 
 
 def read_json(path: Path, wanted: str) -> dict[str, Any]:
-    """Read the JSON object in a file of a model folder; ``wanted``: what the error asks for. FileNotFoundError;
-    ValueError: above 1 MB, not JSON, no object.
-    """
+    """Read a JSON object of a model folder. FileNotFoundError (for ``wanted``); ValueError: its size or content."""
     if not path.is_file():
         raise FileNotFoundError(f"{str(path)!r} does not exist; pass {wanted} or a folder with such a {CONFIG_FILE}")
     if path.stat().st_size > MOST_CONFIG_BYTES:
@@ -161,7 +159,6 @@ def _check_sizes(config: Any) -> None:
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype | None:
-    """Return the dtype of a config, which may be a name; ``None``: that of the tensors."""
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else None
     found = None if name == "auto" else dtype if name is None else getattr(torch, name, name)
     if found not in (None, torch.float32, torch.float16, torch.bfloat16, torch.float64):

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from punica.checks import check_bool
 from punica.models.checkpoint import (
     NO_WEIGHTS,
     CheckpointEntry,
@@ -96,10 +97,7 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    """Attention and MLP, each after a norm and with a residual connection.
-
-    The output of a block is added to the residual stream by the next norm, in one launch on a GPU.
-    """
+    """Attention and MLP, each after a norm, whose launch on a GPU also adds the block before to the residual."""
 
     def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__()
@@ -111,9 +109,7 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = norms
 
     def forward(self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """Add ``delta`` (of the layer before) and the attention output to the residual ``x [T, hidden]`` in place.
-
-        Returns the MLP's output, for the next norm to add.
+        """Add ``delta`` (of the layer before) and attention to the residual ``x [T, hidden]``; return the MLP's output.
         """
         delta = self.self_attn(normed(self.input_layernorm, x, delta), cos, sin, attention)
         return self.mlp(normed(self.post_attention_layernorm, x, delta))
@@ -177,8 +173,7 @@ class LlamaForCausalLM(nn.Module):
         *, fp8_weights: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        if not isinstance(fp8_weights, bool):
-            raise TypeError(f"fp8_weights must be a bool, got {fp8_weights!r}")
+        check_bool("fp8_weights", fp8_weights)
         self.config: Any = self.resolve_config(config)
         self.config.dtype = dtype or self.config.dtype or torch.float32
         self.config.fp8_weights = fp8_weights

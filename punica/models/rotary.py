@@ -19,9 +19,7 @@ from punica.checks import clip
 from punica.ops.backbone import rotary_angles
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""RoPE types whose frequencies do not depend on the length.
-
-With the others (``dynamic``, ``longrope``) a request's tokens would depend on the longest sequence of its batch.
+"""RoPE types whose frequencies no length decides: else a request's tokens would depend on its batch's longest sequence.
 """
 
 
@@ -39,9 +37,7 @@ def inverse_frequencies(config: Any) -> tuple[Tensor, float]:
         try:
             return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         except Exception as error:  # any exception of transformers, which checks no values
-            raise ValueError(
-                f"the config's rope_parameters are {clip(rope)}, of which no frequencies follow: {error}; correct them"
-            ) from error
+            raise ValueError(f"the config's rope_parameters are {clip(rope)}: {error}; correct them") from error
 
 
 class RotaryEmbedding(nn.Module):

@@ -140,9 +140,8 @@ class _Inert:
 
 
 def stand_in(gpu: GpuDescription) -> None:
-    """Make ``gpu`` the CUDA device of the rest of this process, which computes nothing any more.
-
-    RuntimeError where kernels are interpreted, or torch is ROCm's.
+    """Make ``gpu`` the CUDA device of this process, which computes nothing more. RuntimeError: interpreted kernels, or
+    ROCm.
     """
     # imported here so that the CPU path never imports triton
     from triton.backends.compiler import GPUTarget

@@ -16,9 +16,7 @@ MAX_HEAD_SIZE = 256
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Add ``delta`` to ``x`` in place (``None``: nothing) and return the RMSNorm of that as a new tensor; ``x``,
-    ``delta`` ``[T, hidden]``, ``weight [hidden]``.
-    """
+    """Add ``delta [T, hidden]`` (or ``None``) to ``x`` in place and return the RMSNorm of that, a new tensor."""
     if runs_kernels(x):
         from punica.ops.triton_ops import backbone
 
@@ -43,9 +41,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute ``factor`` times cosine and sine of ``positions [T] * frequencies [D / 2]`` (int64, float32; the product
-    in float32), each ``[T, 1, D / 2]`` in ``dtype``.
-    """
+    """Compute ``factor`` times cos and sin of ``positions [T] * frequencies [D / 2]``, each ``[T, 1, D / 2]``."""
     if positions.is_cuda and dtype in FLOATS:
         from punica.ops.triton_ops import backbone
 
@@ -57,9 +53,7 @@ def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: 
 
 
 def argmax(logits: Tensor, no_index: int) -> Tensor:
-    """Return the index of the highest of each row of ``logits [S, vocab]``, of equal ones the lowest; int64 ``[S]``.
-    ``no_index``, which is negative, for a row that holds NaN.
-    """
+    """Return the first index of each row's maximum in ``logits [S, vocab]``, int64; for a NaN ``no_index``, < 0."""
     if runs_kernels(logits) and logits.stride(-1) == 1:
         from punica.ops.triton_ops import backbone
 
@@ -85,9 +79,8 @@ class HeadNorms(NamedTuple):
 
 
 class PackedHeads(NamedTuple):
-    """Packed q, k and v of T rows before rotation, as projections leave them: ``heads [T, H + 2 * Hkv, D]``.
-
-    ``cos`` and ``sin`` ``[T, 1, D / 2]``: angles of rows; ``norms``: of query and key heads before rotation (Qwen3).
+    """Packed q, k and v of T rows before rotation, ``heads [T, H + 2 * Hkv, D]``. ``cos``, ``sin`` ``[T, 1, D / 2]``:
+    angles of rows; ``norms``: of query and key heads before rotation (Qwen3).
     """
 
     heads: Tensor

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from punica.checks import as_int
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 WITH_DOUBLE = (*FLOATS, torch.float64)
 FLOAT32 = (torch.float32,)
@@ -62,9 +64,7 @@ def expect(
                     raise ValueError(_shape_message(name, tensor, dims, sizes, letter))
             sizes.setdefault(key, name)
     if contiguous and not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; pass a contiguous tensor"
-        )
+        raise ValueError(f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; make it contiguous")
 
 
 def _parse(dims: str) -> tuple[int, tuple[tuple[int, str], ...], int, str]:
@@ -90,20 +90,15 @@ def expect_slices(
     """Check one operand per slice, of one dtype and device; ``count``: number of slices of the weights."""
     check_list(name, tensors, count)
     for i, tensor in enumerate(tensors):
-        if i and _is_like(tensor, tensors[0]) and (tensor.is_contiguous() or not contiguous):
-            continue
+        if i and isinstance(tensor, Tensor) and (tensor.is_contiguous() or not contiguous):
+            first = tensors[0]
+            if (tensor.shape, tensor.dtype, tensor.device) == (first.shape, first.dtype, first.device):
+                continue
         expect(f"{name}[{i}]", tensor, dims, dtype=dtype, device=device, sizes=sizes, contiguous=contiguous)
         if tensor.dtype != tensors[0].dtype:
             both = f"{name}[{i}] has dtype {tensor.dtype}, {name}[0] has {tensors[0].dtype}"
             raise TypeError(f"{both}: slices share one dtype")
         device = tensor.device
-
-
-def _is_like(tensor: Any, first: Tensor) -> bool:
-    return (
-        isinstance(tensor, Tensor) and tensor.shape == first.shape and tensor.dtype == first.dtype
-        and tensor.device == first.device
-    )  # fmt: skip
 
 
 def check_list(name: str, tensors: Any, count: int | None = None) -> None:
@@ -133,18 +128,8 @@ def check_scale(name: str, scale: Any) -> None:
         raise ValueError(f"{name} is {scale}, must be finite (lora_alpha / rank)")
 
 
-def check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {type(value).__name__} {value!r}")
-
-
 def check_columns(name: str, y: Tensor, offset_name: str, offset: Any, widths: Sequence[int]) -> None:
     """Raise ValueError unless slices of these widths fit the last dimension of ``y`` from ``offset``, an int, on."""
-    if type(offset) is not int and (isinstance(offset, bool) or not isinstance(offset, int)):
-        raise TypeError(f"{offset_name} must be an int, got {type(offset).__name__} {offset!r}")
-    end = offset + sum(widths)
+    end = as_int(offset_name, offset) + sum(widths)
     if offset < 0 or end > y.shape[-1]:
-        raise ValueError(
-            f"{offset_name} {offset} + slices {list(widths)} end at column {end}, outside of {name} with "
-            f"{y.shape[-1]} columns"
-        )
+        raise ValueError(f"{offset_name} {offset}: column {end} is outside of {name} with {y.shape[-1]} columns")

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from punica.checks import check_bool
 from punica.ops import collectives
-from punica.ops.expect import FLOATS, INT32, Sizes, check_bool, check_columns, expect, expect_slices
+from punica.ops.expect import FLOATS, INT32, Sizes, check_columns, expect, expect_slices
 from punica.ops.quant import FP8_DTYPES, WITH_FP8, validate_scales
 from punica.ops.scales import Scheme, check_activation, check_row_scales, check_scales
 
@@ -27,8 +28,7 @@ batch-invariant and tuned calls, else `punica.ops.triton_ops.moe_rules.most_naiv
 
 
 class Fp8Experts(NamedTuple):
-    """Scales of both products. ``x_scale``: of an x in FP8; ``h_scale``: of an intermediate that is rounded to the
-    format of B, ``[T*k]`` rows shared by all slices.
+    """Scales of both products. ``x_scale``: of an x in FP8; ``h_scale``: of the intermediate, ``[T*k]`` rows, in FP8.
     """
 
     a_scale: Sequence[Tensor]
@@ -155,9 +155,7 @@ Numbers = tuple[int, ...]
 
 
 class ExpertOps(Protocol):
-    """A backend's operations on experts: those of `TorchExpertOps` and `TritonExpertOps`. ``smallest_block``: fewest
-    rows of a block of an alignment.
-    """
+    """A backend's operations on experts. ``smallest_block``: fewest rows of a block of an alignment."""
 
     smallest_block: int
 
@@ -165,9 +163,7 @@ class ExpertOps(Protocol):
         self, topk_ids: Tensor, mapping: Tensor, sizes: tuple[int, int, int, int, int], enabled: Tensor,
         expert_map: Tensor | None, lora_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return new flat outputs of `moe_lora_align_block_size`; ``sizes``: its five numbers. ``lora_ids``: slots to
-        align (None: all); rows of others are undefined.
-        """
+        """Return new flat outputs of `moe_lora_align_block_size` for the slots ``lora_ids`` (None: all)."""
 
     def use_naive_assignment(self, pairs: int, active: int, weights: ExpertLoRAWeights) -> bool:
         """Tell whether pairs are not aligned, for both products of a layer."""
@@ -208,10 +204,7 @@ def check_mapping(mapping: Any, tokens: int) -> None:
 def check_enabled(enabled: Any, max_loras: int) -> None:
     expect("adapter_enabled", enabled, contiguous=True)
     if enabled.dtype != torch.int32 or tuple(enabled.shape) != (max_loras + 1,):
-        raise ValueError(
-            f"adapter_enabled is {enabled.dtype} {tuple(enabled.shape)}; int32 ({max_loras + 1},) is needed, one entry "
-            "per slot (max_loras) and one for no slot"
-        )
+        raise ValueError(f"adapter_enabled is {enabled.dtype} {tuple(enabled.shape)}, must be int32 ({max_loras + 1},)")
 
 
 def check_block_size(block_size: Any, smallest: int) -> None:
@@ -289,7 +282,6 @@ def check_experts(
 
 
 def _check_weights(given: Experts) -> Sizes:
-    """Check the weights; return the sizes by letter, r of A and R of B."""
     x, sizes = given.x, Sizes()
     if given.fp8 is None and getattr(x, "dtype", None) in FP8_DTYPES:
         raise TypeError(f"qcurr_hidden_states has dtype {x.dtype}; quantised activations are for fused_moe_lora_fp8")

@@ -34,9 +34,7 @@ ALONE = Beside()
 
 
 class Ops(Protocol):
-    """The operations of a backend. T' rows hold the step's T; later rows have no adapter. ``contiguous_shrinks``: the
-    y of a shrink must be contiguous.
-    """
+    """Operations of a backend on T' >= T rows. ``contiguous_shrinks``: the y of a shrink must be contiguous."""
 
     contiguous_shrinks: bool
 
@@ -54,18 +52,15 @@ class Ops(Protocol):
         self, y: Tensor, x: Tensor, b: Stack, batch: LoRABatch, offset_start: int = 0,
         add_inputs: bool = True, x_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Compute ``y[t, o_i : o_i + N_i] (+)= x[i, t] @ B_i[slot(t)]^T``, ``o_0 = offset_start``, slices in a row.
-
-        x: ``[n, T', r]``, float32 or the dtype of B; y: ``[T', W]``. Rows without adapter are not written.
+        """Compute ``y[t, o_i : o_i + N_i] (+)= x[i, t] @ B_i[slot(t)]^T``, ``o_0 = offset_start``, slices in a row. x:
+        ``[n, T', r]``, float32 or the dtype of B; y: ``[T', W]``. Rows without adapter are not written.
         """
 
     def linear(
         self, y: Tensor, x: Tensor, weights: LoRAWeights, batch: LoRABatch, scale: float = 1.0,
         add_inputs: bool = True, x_scale: Tensor | None = None, beside: Beside = ALONE,
     ) -> None:  # fmt: skip
-        """Run `shrink` into float32 ``[n, T', r]``, then `expand`. With ``use_fp8_w8a8`` an x that is not FP8 is
-        quantised per token, and so is the intermediate.
-        """
+        """`shrink` into float32 ``[n, T', r]``, then `expand`; with ``use_fp8_w8a8`` both inputs in FP8, per token."""
 
     def mix(self, y: Tensor, x: Tensor, weights: LoRAWeights, mixed: MixedBatch) -> None:
         """Add the terms of rows with several adapters; sums are float32 and rounded once, other rows not written."""

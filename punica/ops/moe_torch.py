@@ -11,8 +11,17 @@ import torch
 from torch import Tensor
 
 from punica.ops import collectives
-from punica.ops.experts import ExpertForm, ExpertLoRAWeights, Experts, Numbers, Switches, check_alignment, check_experts
-from punica.ops.scales import PLAIN, Scheme, real_rows, real_weight, rounded
+from punica.ops.experts import (
+    ExpertForm,
+    ExpertLoRAWeights,
+    Experts,
+    Fp8Experts,
+    Numbers,
+    Switches,
+    check_alignment,
+    check_experts,
+)  # fmt: skip
+from punica.ops.scales import Scheme, real_rows, real_weight, rounded
 
 Group = tuple[int, int, Tensor]
 """Slot, expert, pairs."""
@@ -82,13 +91,10 @@ def fused_moe_lora(
     if given.lora_ranks is not None:
         ranks = given.lora_ranks.clamp(0, form.full_rank).tolist()
     first = collectives.current().rank() * form.rank if gathered else 0
-    fp8 = given.fp8
-    if fp8 is None:
-        x, read_a, read_b = given.x.float(), _reader(given.lora_a), _reader(given.lora_b)
-    else:
-        x = real_rows(given.x, fp8.x_scale, fp8.shrink)
-        read_a = _reader(given.lora_a, fp8.a_scale, fp8.shrink)
-        read_b = _reader(given.lora_b, fp8.b_scale, fp8.expand)
+    fp8 = given.fp8 or Fp8Experts((), ())
+    x = real_rows(given.x, fp8.x_scale, fp8.shrink)
+    read_a = _reader(given.lora_a, fp8.a_scale, fp8.shrink)
+    read_b = _reader(given.lora_b, fp8.b_scale, fp8.expand)
     for slot, expert, pairs in groups:
         rows = x[pairs // form.factor]
         for s, part in enumerate(low):
@@ -97,7 +103,7 @@ def fused_moe_lora(
     if switches.fully_sharded:
         group = collectives.current()
         low = group.all_gather(low) if gathered else group.all_reduce(low)
-    if fp8 is not None and fp8.h_scale is not None:
+    if fp8.h_scale is not None:
         low = rounded(low, fp8.h_scale, fp8.expand, given.lora_b[0].dtype)
     weights = given.topk_weights.reshape(-1, 1).float() if switches.mul_routed_weight else None
     rows_of_y = given.output.view(form.pairs, -1)[:, switches.offset :]
@@ -111,9 +117,9 @@ def fused_moe_lora(
 
 
 def _reader(
-    weights: Sequence[Tensor], scales: Sequence[Tensor] | None = None, scheme: Scheme = PLAIN
-) -> Callable[[int, int, int], Tensor]:
-    if scales is None:
+    weights: Sequence[Tensor], scales: Sequence[Tensor], scheme: Scheme
+) -> Callable[[int, int, int], Tensor]:  # fmt: skip
+    if not scales:
         return lambda s, slot, expert: weights[s][slot, expert].float()
     return lambda s, slot, expert: real_weight(weights[s][slot, expert], scales[s][slot, expert], scheme)
 

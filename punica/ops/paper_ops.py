@@ -74,13 +74,11 @@ class PaperOps:
         slice_offset: int, slice_size: int, add_inputs: bool = True,
     ) -> None:  # fmt: skip
         """Run `bgmv_expand` into columns ``[slice_offset, slice_offset + slice_size)``; ``slice_size`` must equal N.
-
         ValueError also when the slice does not fit the output or the weights.
         """
         weights = _check_expand(inputs, lora_b_weights, output_tensor, lora_indices_tensor)
         if slice_size != weights.shape[1]:
-            raise ValueError(f"slice_size is {slice_size}; it must equal the output size of lora_b_weights, "
-                             f"{weights.shape[1]}")  # fmt: skip
+            raise ValueError(f"slice_size is {slice_size}, lora_b_weights' output size {weights.shape[1]}; not equal")
         check_columns("output_tensor", output_tensor, "slice_offset", slice_offset, (slice_size,))
         columns = output_tensor[:, slice_offset : slice_offset + slice_size]
         self._expand(inputs, weights, columns, lora_indices_tensor, add_inputs)
@@ -131,9 +129,8 @@ def _check_rows(
     inputs: Tensor, dims: str, weights: Tensor, also: tuple[torch.dtype, ...], output: Tensor, slots: Tensor,
     sizes: Sizes,
 ) -> None:  # fmt: skip
-    """Check inputs, output and slots, one per row, with weights of these sizes; ``also``: dtypes of inputs.
-
-    Rows beyond ``slots`` are padding, but one slot for several rows could only be a hoped-for broadcast.
+    """Check inputs (``also``: their dtypes), output and slots, one per row; rows beyond ``slots`` are padding. One slot
+    for several rows could only be a hoped-for broadcast.
     """
     expect("inputs", inputs, dims, dtype=WITH_DOUBLE, device=weights.device, sizes=sizes)
     expect("output_tensor", output, "T *", dtype=WITH_DOUBLE, device=weights.device, sizes=sizes)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -75,17 +76,19 @@ def quantize_per_token(
     with one scale per group of ``group_k`` columns. The n slices of a row share its scales.
     """
     _check_source("x", x, dtype, check)
-    if x.ndim not in (2, 3):
-        raise ValueError(f"x has shape {tuple(x.shape)}; expected [T, K] or [n, T, K]")
-    if group_k < 0:
-        raise ValueError(f"group_k is {group_k}; it must be a number of columns, or 0 for whole rows")
-    columns = x.shape[-1]
+    (_, groups), columns = scale_shape(x, group_k), x.shape[-1]
     width = group_k or max(1, columns)
     magnitudes = x.float().abs() if x.ndim == 2 else x.float().abs().amax(0)
-    groups = -(-columns // width) if group_k else 1
     padded = F.pad(magnitudes, (0, groups * width - columns))
     scale = _scale_of(_largest(padded.unflatten(-1, (groups, width))), dtype)
     return _stored(x, scale.repeat_interleave(width, -1)[..., :columns], dtype), scale
+
+
+def scale_shape(x: Tensor, group_k: int) -> tuple[int, int]:
+    """Return the shape of the scales of activations ``[T, K]`` or ``[n, T, K]``; ValueError for others."""
+    if x.ndim not in (2, 3) or group_k < 0:
+        raise ValueError(f"shape is {tuple(x.shape)}, group_k is {group_k}; expected [T, K] or [n, T, K], and >= 0")
+    return x.shape[-2], -(-x.shape[-1] // group_k) if group_k else 1
 
 
 def dequantize(q: Tensor, scale: Tensor, block: Sequence[int] | None = None) -> Tensor:
@@ -154,21 +157,10 @@ class Fp8Matrix:
             w = w.real()
         return cls(*quantize_per_channel(w.detach(), dtype, check=check))
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.values.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.values.ndim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
+    shape = property(attrgetter("values.shape"))
+    ndim = property(attrgetter("values.ndim"))
+    dtype = property(attrgetter("values.dtype"))
+    device = property(attrgetter("values.device"))
 
     def real(self) -> Tensor:
         """Return the matrix in float32, of the same shape."""

@@ -21,8 +21,9 @@ from punica.ops.paper_ops import PaperOps
 
 
 def _multiply(
-    inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, *, scaling: float, add: bool, zero_idle: bool
-) -> None:
+    inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, scaling: float,
+    *, add: bool = False, zero_idle: bool = True,
+) -> None:  # fmt: skip
     if any(tensor.is_meta for tensor in (inputs, weights, output, slots)):
         return
     wide = torch.float64 in (inputs.dtype, weights.dtype, output.dtype)
@@ -41,15 +42,11 @@ def _multiply(
         output[rows] = product.to(output.dtype)
 
 
-def _shrink(inputs: Tensor, weights: Tensor, lanes: Tensor, slots: Tensor, scaling: float) -> None:
-    _multiply(inputs, weights, lanes, slots, scaling=scaling, add=False, zero_idle=True)
-
-
 def _expand(inputs: Tensor, weights: Tensor, columns: Tensor, slots: Tensor, add_inputs: bool) -> None:
-    _multiply(inputs, weights, columns, slots, scaling=1.0, add=add_inputs, zero_idle=False)
+    _multiply(inputs, weights, columns, slots, 1.0, add=add_inputs, zero_idle=False)
 
 
-_OPS = PaperOps(_shrink, _expand)
+_OPS = PaperOps(_multiply, _expand)
 bgmv_shrink, bgmv_expand, bgmv_expand_slice = _OPS.bgmv_shrink, _OPS.bgmv_expand, _OPS.bgmv_expand_slice
 sgmv_shrink, sgmv_expand, sgmv_expand_slice = _OPS.sgmv_shrink, _OPS.sgmv_expand, _OPS.sgmv_expand_slice
 
@@ -58,9 +55,7 @@ sgmv_shrink, sgmv_expand, sgmv_expand_slice = _OPS.sgmv_shrink, _OPS.sgmv_expand
 
 
 class Routing(NamedTuple):
-    """Pairs of T tokens: experts of this rank by local number and their weights ``[T, k]``, slots ``[T]``, and which
-    slots are enabled ``[L+1]``.
-    """
+    """Pairs of T tokens: local experts and weights ``[T, k]``, slots ``[T]``, enabled slots ``[L+1]``."""
 
     topk_ids: Tensor
     topk_weights: Tensor

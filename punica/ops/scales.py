@@ -49,9 +49,7 @@ class Scheme(NamedTuple):
         return self.group_k > 0
 
     def check(self) -> None:
-        """Raise TypeError for a field of another type; ValueError for a negative size, one block size without the
-        other, or blocks per channel.
-        """
+        """Raise TypeError for a field of another type; ValueError for sizes that make no scheme."""
         kinds = int, int, bool, bool
         if tuple(map(type, self)) != kinds:
             for name, value, kind in zip(self._fields, self, kinds, strict=True):
@@ -87,9 +85,8 @@ ACTIVATIONS = (*WITH_DOUBLE, *FP8_DTYPES)
 def check_scales(
     name: str, scales: Any, weights: Sequence[Tensor], scheme: Scheme, *, of_experts: bool = False
 ) -> None:
-    """Check the scales of FP8 weights: one float32 tensor per slice, on their device, of the scheme's shape.
-
-    A 1 may follow the slots of ``weights [L, (1,) N, K]``, and come last for ``[L, E, N, K]`` (``of_experts``).
+    """Check the scales of FP8 weights: one float32 tensor per slice, on their device, of the scheme's shape. A 1 may
+    follow the slots of ``weights [L, (1,) N, K]``, and come last for ``[L, E, N, K]`` (``of_experts``).
     """
     if scales is None or (isinstance(scales, (tuple, list)) and not scales):
         missing = f"{name} is missing: weights of {weights[0].dtype} need one tensor of scales per slice"
@@ -127,9 +124,7 @@ def check_activation(
     if scheme.use_fp8_w8a8:
         raise TypeError(f"{name} has dtype {dtype}; use_fp8_w8a8 needs float8 activations with a_scale")
     if x_scale is not None:
-        raise ValueError(
-            f"{scale_name} is given, but {name} has dtype {dtype}: only float8 activations have scales, leave it out"
-        )
+        raise ValueError(f"{scale_name} is given, but {name} has dtype {dtype}: only float8 has scales, leave it out")
     return None
 
 

@@ -74,9 +74,7 @@ class _Scratch(threading.local):
         self.operands: dict[_Convert, Operands] = {}
 
     def cut(self, convert: _Convert) -> Operands:
-        """Cut operands that later calls of ``convert`` find again in ``operands``. Never inference tensors: the next
-        call may be outside of inference mode.
-        """
+        """Cut operands, for later calls of ``convert``, also outside of inference mode."""
         tile = convert.tile
         batch, dtype = tile.batch, tile.dtype
         with torch.inference_mode(False):
@@ -171,16 +169,10 @@ _multiply_many = _multiplication(torch.bmm, Tensor.baddbmm_)  # wt [count, K, N]
 
 
 class _Convert:
-    """Convert the operands of one tile, form the sum, round it once.
-
-    The native form is this with ``tile.dtype`` bfloat16. An object is the key of its scratch, which is found faster
-    than by the shapes.
-    """
+    """Convert the operands of one tile, form the sum, round it once. As a key an object is found faster than shapes."""
 
     def __init__(self, tile: Tile) -> None:
-        self.tile = tile
-        self._plain = torch.bmm if tile.batch else torch.mm
-        self._adding = Tensor.baddbmm_ if tile.batch else Tensor.addmm_
+        self.tile, self._multiply = tile, _multiply_many if tile.batch else _multiply_one
 
     def __call__(self, out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float) -> None:
         operands = _scratch.operands.get(self)
@@ -194,10 +186,7 @@ class _Convert:
         sums = out if total is None else total
         if beta and total is not None:
             total.copy_(out)
-        if beta == 0 and alpha == 1:
-            self._plain(x, wt, out=sums)
-        else:
-            self._adding(sums, x, wt, beta=beta, alpha=alpha)
+        self._multiply(sums, x, wt, alpha, beta)
         if total is not None:
             out.copy_(total)
 
@@ -206,7 +195,6 @@ _convert = functools.lru_cache(maxsize=1024)(_Convert)  # all weights of one sha
 
 
 def _convert_segment(tile: Tile) -> Multiply:
-    """Multiply one segment, at once if it fits a tile."""
     fits = tile.n * (tile.k + tile.length) <= _TILE and tile.length <= _TILE_ROWS
     return _convert(tile) if fits else _convert_blocks
 

@@ -13,7 +13,6 @@ of their slot. The kernel makes the zeros around a matrix.
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,49 +25,33 @@ ALIGNMENT = 16
 HEADER = 4
 
 
-class ImagePart(Protocol):
-    """An entry of an image: a `SlotMatrix`, or a layer's record of one of its slots."""
-
-    @property
-    def part(self) -> Tensor | None: ...
-
-    @property
-    def rank(self) -> int: ...
-
-
-class SlotMatrix(NamedTuple):
-    """A matrix ``[r, c]`` for the top-left corner of a slot's ``[rows, cols]`` (``None``: all zeros), and its entry
-    in the table of ranks.
+def pack_image(
+    matrices: Sequence[tuple[Tensor | None, int]], dtype: torch.dtype, *, pin_memory: bool = False
+) -> Tensor:
+    """Pack matrices ``[r, c]``, cast to ``dtype``, into an image: uint8 ``[bytes]`` on the CPU, page-locked if asked.
+    Each is for the top-left corner of a slot's ``[rows, cols]`` (``None``: all zeros), with its entry in the ranks.
     """
-
-    part: Tensor | None
-    rank: int
-
-
-def pack_image(matrices: Sequence[ImagePart], dtype: torch.dtype, *, pin_memory: bool = False) -> Tensor:
-    """Pack ``matrices``, cast to ``dtype``, into an image: uint8 ``[bytes]`` on the CPU, page-locked if asked."""
-    sizes = [0 if matrix.part is None else matrix.part.numel() * dtype.itemsize for matrix in matrices]
+    sizes = [0 if part is None else part.numel() * dtype.itemsize for part, _ in matrices]
     units = [-(-size // ALIGNMENT) for size in (len(matrices) * HEADER * 8, *sizes)]
     offsets = list(itertools.accumulate(units))  # first unit of every matrix, and the end
     size = offsets[-1] * ALIGNMENT
     pages = LockedPages.of(size) if pin_memory else None
     image = torch.empty(size, dtype=torch.uint8, device="cpu") if pages is None else pages.tensor(size)
     header = [
-        (offset, *matrix.part.shape, matrix.rank) if matrix.part is not None else (0, 0, 0, matrix.rank)
-        for offset, matrix in zip(offsets[:-1], matrices, strict=True)
+        (0, 0, 0, rank) if part is None else (offset, *part.shape, rank)
+        for offset, (part, rank) in zip(offsets[:-1], matrices, strict=True)
     ]
     if header:
         _header(image, len(matrices)).copy_(torch.tensor(header, device="cpu"))
     targets, parts = [], []
     found = image_matrices(image, len(matrices), dtype)
-    for target, matrix, start, end in zip(found, matrices, offsets[:-1], offsets[1:], strict=True):
-        if target is not None and matrix.part is not None:
+    for target, (part, _), start, end in zip(found, matrices, offsets[:-1], offsets[1:], strict=True):
+        if target is not None and part is not None:
             if (gap := start * ALIGNMENT + target.nbytes) < end * ALIGNMENT:  # between it and the next one
                 image[gap : end * ALIGNMENT] = 0
             targets.append(target)
-            part = matrix.part.detach()
             # fetched here: threads have a stream each
-            parts.append(part if part.device.type == "cpu" else part.to("cpu", dtype))
+            parts.append(part.detach() if part.device.type == "cpu" else part.detach().to("cpu", dtype))
     bounds = [len(targets) * i // thread_count() for i in range(thread_count() + 1)]
     shares = [slice(*share) for share in itertools.pairwise(bounds)]  # two threads would each clear a new page
     map_in_threads(lambda share: copy_matrices(targets[share], parts[share]), shares)
@@ -79,7 +62,6 @@ def pack_image(matrices: Sequence[ImagePart], dtype: torch.dtype, *, pin_memory:
 
 def copy_matrices(targets: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     """Copy matrices on the CPU, cast to the targets' dtypes, in one call of torch, during which other threads run.
-
     Those whose rows are no runs of memory take a call each: numpy turns them in half the time of torch.
     """
     plain: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -105,9 +87,8 @@ def image_matrices(image: Tensor, count: int, dtype: torch.dtype) -> list[Tensor
 
 
 def write_slot(image: Tensor, slots: Sequence[Tensor], ranks: Sequence[Tensor], index: int) -> None:
-    """Write an image matrix by matrix in plain torch: the meaning of an image, and the oracle of its test.
-
-    ``slots[m]``: ``[L, ..., rows, cols]``; ``ranks[m]``: int32 ``[L]``. Slot ``index`` of every matrix is replaced.
+    """Write an image matrix by matrix in plain torch: its meaning, and the oracle of its test. Slot ``index`` of every
+    ``slots[m]``, ``[L, ..., rows, cols]``, and ``ranks[m]``, int32 ``[L]``, is replaced.
     """
     matrices = image_matrices(image, len(slots), slots[0].dtype)
     live = _header(image, len(slots))[:, 3].tolist()

@@ -23,9 +23,8 @@ _MOST_CUTS = 64  # of a stack on one step; a full table starts anew
 
 
 class TorchOps:
-    """The operations of `punica.ops.interface.Ops`, arguments and errors as there; float64 is legal, for checks.
-
-    Lanes beyond a true rank are not read in A, B or the input of an expand.
+    """The operations of `punica.ops.interface.Ops`; float64 is legal, for checks. Lanes beyond a true rank are never
+    read.
     """
 
     contiguous_shrinks = False
@@ -91,12 +90,10 @@ class TorchOps:
     def gradient(self, stack: Stack, low: Tensor, x: Tensor, batch: LoRABatch) -> tuple[Tensor, ...]:
         _, parts, gradients = stack.gradients(low, x)
         batch.check_rows(x.shape[0])
-        for slot, rows in _segments(batch, stack) if x.shape[0] else ():
-            column, of_rows = 0, x[rows].to(low.dtype)
-            for i, part in enumerate(parts):
-                rank, width = _true_rank(stack, i, slot), part.shape[-1]
-                part[slot, :rank] = low[i, rows, :rank].t() @ of_rows[:, column : column + width]
-                column += width if stack.rank_dim == -1 else 0
+        wide = x.to(low.dtype)
+        for slot, rows, i, rank, columns in _products(batch, stack) if x.shape[0] else ():
+            inputs = wide[rows] if stack.rank_dim == -2 else wide[rows, columns]
+            parts[i][slot, :rank] = low[i, rows, :rank].t() @ inputs
         return gradients
 
 
@@ -162,55 +159,46 @@ def _expand(call: Cut, tensors: Sequence[Tensor], x: Tensor, y: Tensor, offset_s
 def _shrink_fp8(
     y: Tensor, x: Tensor, a: Stack, batch: LoRABatch, scale: float, accumulate: bool, x_scale: Tensor | None
 ) -> None:
-    segments, scheme = list(_segments(batch, a)), a.form.scheme
+    products = list(_products(batch, a))
     if not accumulate:
         y.zero_()
-    real = real_rows(x, x_scale, scheme)
-    for slot, rows in segments:
-        for i, (stacked, scales) in enumerate(zip(a.tensors, a.scales, strict=True)):
-            rank = _true_rank(a, i, slot)
-            weight = real_weight(weights_3d(stacked)[slot], scales[slot], scheme)
-            sums = scale * (real[rows] @ weight[:rank].t())
-            if accumulate:
-                sums += y[i, rows, :rank].float()
-            y[i, rows, :rank] = sums.to(y.dtype)
+    real = real_rows(x, x_scale, a.form.scheme)
+    for slot, rows, i, rank, _ in products:
+        sums = scale * (real[rows] @ _real_weight(a, i, slot)[:rank].t())
+        if accumulate:
+            sums += y[i, rows, :rank].float()
+        y[i, rows, :rank] = sums.to(y.dtype)
 
 
 def _expand_fp8(
     y: Tensor, x: Tensor, b: Stack, batch: LoRABatch, offset_start: int, add_inputs: bool, x_scale: Tensor | None
 ) -> None:
-    scheme, widths = b.form.scheme, b.form.stored.widths
-    real = real_rows(x, x_scale, scheme)
-    for slot, rows in _segments(batch, b):
-        column = offset_start
-        for i, (stacked, scales, width) in enumerate(zip(b.tensors, b.scales, widths, strict=True)):
-            rank = _true_rank(b, i, slot)
-            weight = real_weight(weights_3d(stacked)[slot], scales[slot], scheme)
-            sums = real[i, rows, :rank] @ weight[:, :rank].t()
-            if add_inputs:
-                sums += y[rows, column : column + width].float()
-            y[rows, column : column + width] = sums.to(y.dtype)
+    real, slices = real_rows(x, x_scale, b.form.scheme), y[:, offset_start:]
+    for slot, rows, i, rank, columns in list(_products(batch, b)):
+        sums = real[i, rows, :rank] @ _real_weight(b, i, slot)[:, :rank].t()
+        if add_inputs:
+            sums += slices[rows, columns].float()
+        slices[rows, columns] = sums.to(y.dtype)
+
+
+def _real_weight(stack: Stack, i: int, slot: int) -> Tensor:
+    return real_weight(weights_3d(stack.tensors[i])[slot], stack.scales[i][slot], stack.form.scheme)
+
+
+def _products(batch: LoRABatch, stack: Stack) -> Iterator[tuple[int, Tensor, int, int, slice]]:
+    """Yield slot and rows of each segment with each slice: its number, true rank, and columns among all slices."""
+    (slots, counts), stored = batch.rows.present, stack.form.stored
+    if slots.size and slots[-1] >= stored.slots:
+        raise ValueError(f"the step uses slot {slots[-1]}; the weights have slots 0 to {stored.slots - 1}")
+    parts = torch.from_numpy(batch.rows.order).split(counts.tolist())
+    for slot, rows in zip(slots.tolist(), parts, strict=True):
+        column = 0
+        for i, width in enumerate(stored.widths if slot >= 0 else ()):
+            rank = stored.rank if stack.ranks is None else int(stack.ranks[i, slot])
+            if not 0 <= rank <= stored.rank:
+                raise ValueError(f"lora_ranks holds {rank} for slot {slot}; expected 0 to {stored.rank}")
+            yield slot, rows.to(stored.device), i, rank, slice(column, column + width)
             column += width
-
-
-def _segments(batch: LoRABatch, stack: Stack) -> Iterator[tuple[int, Tensor]]:
-    slots, counts = batch.rows.present
-    device, most = stack.form.stored.device, stack.form.stored.slots
-    if slots.size and slots[-1] >= most:
-        raise ValueError(f"the step uses slot {slots[-1]}; the weights have slots 0 to {most - 1}")
-    order, start = torch.from_numpy(batch.rows.order), 0
-    for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
-        if slot >= 0:
-            yield slot, order[start : start + count].to(device)
-        start += count
-
-
-def _true_rank(stack: Stack, i: int, slot: int) -> int:
-    most = stack.form.stored.rank
-    rank = most if stack.ranks is None else int(stack.ranks[i, slot])
-    if not 0 <= rank <= most:
-        raise ValueError(f"lora_ranks holds {rank} for slot {slot}; expected 0 to {most}")
-    return rank
 
 
 # --- the operators named after the paper's ---------------------------------------------------------------------------

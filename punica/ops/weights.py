@@ -80,10 +80,8 @@ class Scales(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Everything about a stack that a plan depends on.
-
-    ``addressable``: contiguous, or with the last two dimensions swapped, all slices alike; kernels need it.
-    ``scales``: strides of the scales of FP8 weights; None for 16- and 32-bit weights.
+    """Everything about a stack that a plan depends on. ``addressable``: for kernels, contiguous or with the last two
+    dimensions swapped, all slices alike. ``scales``: strides of FP8 weights' scales; else None.
     """
 
     stored: Weights
@@ -167,9 +165,7 @@ class Stack:
 
 
 class LoRAWeights:
-    """A and B of one product, ``y += scale * (x A^T) B^T``; they share slots, rank, dtype and device, else ValueError
-    or TypeError.
-    """
+    """A and B of one product, ``y += scale * (x A^T) B^T``; ValueError, TypeError: forms that do not fit."""
 
     def __init__(self, a: Stack, b: Stack, names: Names = STEP) -> None:
         _check_pair(a.form, b.form, names)
@@ -192,7 +188,7 @@ class LoRAWeights:
 
 _FORMS: dict[tuple, Form] = {}
 _PLANS: dict[tuple[Form, ...], dict[tuple, Any]] = {}
-_MOST_FORMS = 4096  # of both
+_MOST_KEPT = 4096  # of each table
 
 
 def plans_of(*forms: Form) -> dict[tuple, Any]:
@@ -201,11 +197,12 @@ def plans_of(*forms: Form) -> dict[tuple, Any]:
         known = _PLANS.get(forms)
     except TypeError:
         return {}
-    return _kept(_PLANS, forms, {}) if known is None else known
+    return kept(_PLANS, forms, {}) if known is None else known
 
 
-def _kept(table: dict[Any, Any], key: tuple, value: Any) -> Any:
-    if len(table) >= _MOST_FORMS:
+def kept(table: dict[Any, Any], key: tuple, value: Any) -> Any:
+    """Return ``value``, put into ``table``; a full one starts anew."""
+    if len(table) >= _MOST_KEPT:
         table.clear()
     table[key] = value
     return value
@@ -229,7 +226,7 @@ def _form(tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, sch
         known = _FORMS.get(key)
     except (AttributeError, TypeError):  # not tensors, which the checks name; or sizes are symbols, which have no hash
         return _checked(tensors, rank_dim, ranks, scales, scheme, names)
-    return known or _kept(_FORMS, key, _checked(tensors, rank_dim, ranks, scales, scheme, names))
+    return known or kept(_FORMS, key, _checked(tensors, rank_dim, ranks, scales, scheme, names))
 
 
 def _checked(tensors: Sequence[Tensor], rank_dim: int, ranks: Any, scales: Any, scheme: Scheme, names: Names) -> Form:

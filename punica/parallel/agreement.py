@@ -76,16 +76,12 @@ def check_in_step() -> None:
 
 
 def check_same_on_all_ranks(what: str, values: Sequence[int]) -> None:
-    """RuntimeError on every rank unless all have the same integers, as many on each; ``what`` names them.
-
-    With one rank nothing is exchanged. This is a collective: all ranks must reach it, in one order.
+    """RuntimeError on every rank unless all have the same integers, as many on each; ``what`` names them. A collective,
+    which all ranks must reach in one order; with one rank nothing is exchanged.
     """
     found = [values] if current_group().world_size == 1 else _gathered(values)
     if any(other != found[0] for other in found):
-        raise RuntimeError(
-            f"{what} must be the same on all ranks, got {found} in rank order; give every rank the same requests in "
-            "the same order, with the same config"
-        )
+        raise RuntimeError(f"{what} must be the same on all ranks, got {found}; give all the same requests in order")
 
 
 def gathered_bytes(own: bytes) -> list[bytes]:
@@ -94,7 +90,6 @@ def gathered_bytes(own: bytes) -> list[bytes]:
 
 
 def _gathered(values: Sequence[int], dtype: torch.dtype = torch.int64) -> list[list[int]]:
-    """The values of every rank, as many on each."""
     group = current_group()
     device = getattr(group, "message_device", torch.device("cpu"))
     found: list[list[int]] = group.all_gather(torch.tensor([list(values)], dtype=dtype, device=device), 0).tolist()

@@ -24,9 +24,8 @@ from punica.parallel.linear import UnquantizedLinearMethod, annotated_parameter,
 
 @dataclass(frozen=True)
 class VocabShardIndices:
-    """Half-open id ranges of one rank. *Padded* ranges have the shard's full width, the others only real ids.
-
-    Added ids count on from ``org_vocab_size``; a padded range may reach past the last real id.
+    """Half-open id ranges of one rank: *padded* ones have the shard's width, the others only real ids. Added ids count
+    on from ``org_vocab_size``; a padded range may reach past the last real id.
     """
 
     padded_org_vocab_start_index: int
@@ -152,9 +151,7 @@ class VocabParallelEmbedding(nn.Module):
             raise ValueError(f"ids must be in [0, {self.num_embeddings}), got {bad}; check the tokenizer's vocabulary")
 
     def column_of_id(self) -> list[int]:
-        """Row of each id in the shards of all ranks in rank order, ``[num_embeddings_padded]``: original ids, added
-        ids, then every padding row.
-        """
+        """Row of each id in the shards of all ranks, ``[num_embeddings_padded]``: original, added, then padding."""
         org: list[int] = []
         added: list[int] = []
         for rank in range(self.tp_size):

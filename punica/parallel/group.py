@@ -74,9 +74,7 @@ class TorchDistGroup:
         self._dependents: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def before_close(self, release: Callable[[], None]) -> None:
-        """Call the bound method ``release``, unless its object is gone, when the group ends: NCCL destroys its
-        communicator only after the last CUDA graph with collectives.
-        """
+        """Call the method ``release`` when the group ends: NCCL's communicator must outlive captured collectives."""
         self._dependents.append(weakref.WeakMethod(release))
 
     def close(self) -> None:
@@ -147,9 +145,7 @@ class TorchDistGroup:
         return "cuda:nccl" in dist.get_backend_config(self._process_group)
 
     def _check_ready(self, tensor: Tensor) -> tuple[int, int]:
-        """Return rank and size, after a comparison of shapes and dtypes over ranks on CPU, by hashes: on CUDA a
-        read-back would stall the stream.
-        """
+        """Return rank and size. On a CPU shapes and dtypes are compared over ranks; CUDA would wait for that."""
         place = self._rank_and_size()
         check_not_broken(self)
         if tensor.device.type != "cpu":
@@ -196,9 +192,7 @@ def process_wide_group() -> TensorParallelGroup:
 
 
 def set_tensor_parallel_group(group: TensorParallelGroup | None) -> None:
-    """Install ``group`` for the whole process (``None``: a single rank), before layers are built: they read their
-    place from it at construction.
-    """
+    """Install ``group`` for the process (``None``: one rank), before layers are built, which read it then."""
     global _process_wide
     _process_wide = _SINGLE if group is None else group
 

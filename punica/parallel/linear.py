@@ -15,14 +15,7 @@ from torch import Tensor, nn
 
 from punica.checks import check_count
 from punica.ops.quant import E4M3, quantize_per_channel
-from punica.parallel.group import (
-    divide,
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    split_tensor_along_last_dim,
-    tensor_model_parallel_all_gather,
-    tensor_model_parallel_all_reduce,
-)
+from punica.parallel import group
 from punica.parallel.matmul import fp8_linear, invariant_linear, linear
 
 LinearOutput = Tensor | tuple[Tensor, Tensor | None]
@@ -50,9 +43,7 @@ class Fp8LinearMethod:
 
 
 class BatchInvariantLinearMethod:
-    """The product with a row's bits independent of the batch. On a GPU, 64 rows at a time: a prompt reads the weights
-    several times.
-    """
+    """The product with bits independent of the batch; on a GPU 64 rows at a time, each reading the weight."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return invariant_linear(x, layer.weight, bias)
@@ -86,8 +77,8 @@ def set_batch_invariant(layers: Mapping[str, Any], wanted: bool) -> None:
 
 def resolve_tp(tp_rank: int | None, tp_size: int | None) -> tuple[int, int]:
     """The place, taken from the current group where ``None``; ``ValueError`` unless ``0 <= tp_rank < tp_size``."""
-    size = get_tensor_model_parallel_world_size() if tp_size is None else tp_size
-    rank = get_tensor_model_parallel_rank() if tp_rank is None else tp_rank
+    size = group.get_tensor_model_parallel_world_size() if tp_size is None else tp_size
+    rank = group.get_tensor_model_parallel_rank() if tp_rank is None else tp_rank
     if size < 1 or not 0 <= rank < size:
         raise ValueError(f"tp_rank must be in [0, tp_size) and tp_size >= 1, got tp_rank={rank}, tp_size={size}")
     return rank, size
@@ -241,7 +232,7 @@ class ColumnParallelLinear(LinearBase):
         for i, size in enumerate(sizes):
             check_count(f"output_sizes[{i}]", size)
         self.gather_output, self.input_size_per_partition = gather_output, input_size
-        self.output_partition_sizes = [divide(size, self.tp_size) for size in sizes]
+        self.output_partition_sizes = [group.divide(size, self.tp_size) for size in sizes]
         self.output_size_per_partition = sum(self.output_partition_sizes)
         self._create_parameters(self.output_size_per_partition, input_size, bias)
 
@@ -253,7 +244,7 @@ class ColumnParallelLinear(LinearBase):
         check_last_dim(input_, self.input_size, self._label)
         output = self.quant_method.apply(self, input_, None if self.skip_bias_add else self.bias)
         if self.gather_output and self.tp_size > 1:
-            output = tensor_model_parallel_all_gather(output)
+            output = group.tensor_model_parallel_all_gather(output)
         return self._result(output)
 
 
@@ -294,9 +285,9 @@ class QKVParallelLinear(ColumnParallelLinear):
         check_count("head_size", head_size)
         check_count("total_num_heads", total_num_heads)
         check_count("total_num_kv_heads", total_kv)
-        num_heads = divide(total_num_heads, tp_size)
-        replicas = divide(tp_size, total_kv) if tp_size >= total_kv else 1
-        num_kv_heads = divide(total_kv * replicas, tp_size)
+        num_heads = group.divide(total_num_heads, tp_size)
+        replicas = group.divide(tp_size, total_kv) if tp_size >= total_kv else 1
+        num_kv_heads = group.divide(total_kv * replicas, tp_size)
         sizes = [heads * head_size * tp_size for heads in (num_heads, num_kv_heads, num_kv_heads)]
         place = {"tp_rank": tp_rank, "tp_size": tp_size}
         super().__init__(hidden_size, sum(sizes), bias, gather_output=False, output_sizes=sizes, **place, **common)
@@ -331,7 +322,7 @@ class RowParallelLinear(LinearBase):
                 f"reduce_results=False with an added bias and tp_size={self.tp_size} would count the bias "
                 "inconsistently; pass bias=False or skip_bias_add=True and add it after the reduction"
             )
-        self.input_size_per_partition = divide(input_size, self.tp_size)
+        self.input_size_per_partition = group.divide(input_size, self.tp_size)
         self.input_is_parallel, self.reduce_results = input_is_parallel, reduce_results
         self._create_parameters(output_size, self.input_size_per_partition, bias)
 
@@ -348,9 +339,9 @@ class RowParallelLinear(LinearBase):
         expected = self.input_size_per_partition if self.input_is_parallel else self.input_size
         check_last_dim(input_, expected, self._label)
         if not self.input_is_parallel:
-            input_ = split_tensor_along_last_dim(input_, self.tp_size)[self.tp_rank].contiguous()
+            input_ = group.split_tensor_along_last_dim(input_, self.tp_size)[self.tp_rank].contiguous()
         bias = None if self.skip_bias_add or self.tp_rank > 0 else self.bias
         output = self.quant_method.apply(self, input_, bias)
         if self.reduce_results and self.tp_size > 1:
-            output = tensor_model_parallel_all_reduce(output)
+            output = group.tensor_model_parallel_all_reduce(output)
         return self._result(output)

@@ -46,7 +46,6 @@ class LogitsProcessor(nn.Module):
         self, lm_head: VocabParallelEmbedding, hidden_states: Tensor, embedding_bias: Tensor | None = None
     ) -> Tensor | None:
         """``hidden_states [S, hidden]`` to logits ``[S, org_vocab_size]``, or ``None`` on ranks that do not get them.
-
         Calls ``self._get_logits``, so that a LoRA layer can lend its own version and keep the rest.
         """
         logits: Tensor | None = hidden_states

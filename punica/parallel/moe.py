@@ -21,22 +21,16 @@ from torch import Tensor, nn
 
 from punica.checks import check_count
 from punica.ops import backbone, collectives
-from punica.parallel.group import (
-    divide,
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_gather,
-    tensor_model_parallel_all_reduce,
-)
+from punica.parallel import group
 from punica.parallel.linear import check_checkpoint_shape, check_last_dim, resolve_tp
 from punica.parallel.matmul import linear
 
 collectives.install(
     collectives.Collectives(
-        get_tensor_model_parallel_world_size,
-        get_tensor_model_parallel_rank,
-        tensor_model_parallel_all_reduce,
-        tensor_model_parallel_all_gather,
+        group.get_tensor_model_parallel_world_size,
+        group.get_tensor_model_parallel_rank,
+        group.tensor_model_parallel_all_reduce,
+        group.tensor_model_parallel_all_gather,
     )
 )
 
@@ -90,9 +84,7 @@ def expert_map_of(local: list[int], num_experts: int) -> Tensor:
 
 
 def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` most probable experts of each row: probabilities float32 ``[T, k]`` and experts int64 ``[T, k]``.
-
-    ``renormalize``: the chosen probabilities sum to 1.
+    """The ``top_k`` most probable experts of each row, float32 and int64 ``[T, k]``; ``renormalize``: their sum is 1.
     """
     weights, ids = torch.softmax(router_logits.float(), dim=-1).topk(top_k, dim=-1)
     return (weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights), ids
@@ -133,9 +125,7 @@ class PairGroups:
         self.groups = list(zip(experts.tolist(), order.split(counts.tolist()), strict=True))
 
     def multiply(self, x: Tensor, weights: Tensor, factor: int) -> Tensor:
-        """Every pair's row ``i // factor`` of ``x [T*k / factor, in]`` through its expert, ``weights [E, out, in]``, to
-        ``[T, k, out]``; zero where the expert is not here.
-        """
+        """``x [T*k / factor, in]``, row ``i // factor`` for pair i, times ``weights [E, out, in]``: ``[T, k, out]``."""
         output = x.new_zeros(self.shape.numel(), weights.shape[1])
         for expert, pairs in self.groups:
             if expert >= 0:
@@ -251,7 +241,7 @@ class FusedMoE(nn.Module):
         self.local_experts = place_experts(num_experts, size if use_ep else 1, rank if use_ep else 0, placement)
         shared_out = MoEParallelConfig(ep_size=size, ep_rank=rank, use_ep=True)
         place = shared_out if use_ep else MoEParallelConfig(tp_size=size, tp_rank=rank)
-        inner = intermediate_size if use_ep else divide(intermediate_size, size)
+        inner = intermediate_size if use_ep else group.divide(intermediate_size, size)
         sizes = (num_experts, len(self.local_experts), top_k, hidden_size, inner)
         self.moe_config = MoEConfig(*sizes, is_act_and_mul, place)
         self._ranks = size
@@ -273,17 +263,14 @@ class FusedMoE(nn.Module):
     tp_size = property(attrgetter("moe_config.moe_parallel_config.tp_size"))
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:
-        """Copy this rank's part of one matrix of the checkpoint: ``shard_id`` is (global expert, "w1", "w2" or "w3").
-
-        Experts of other ranks are passed over. ValueError for a wrong id or shape, and ``param`` is unchanged.
+        """Copy this rank's part of one matrix: ``shard_id`` is (global expert, "w1", "w2" or "w3"); other ranks'
+        experts are passed over. ValueError for a wrong id or shape, and ``param`` is unchanged.
         """
         expert, which = shard_id if isinstance(shard_id, tuple) and len(shard_id) == 2 else (None, None)
         config, inner = self.moe_config, self.moe_config.intermediate_size_per_partition
         known = ("w1", "w2", "w3") if config.is_act_and_mul else ("w1", "w2")
         if not isinstance(expert, int) or not 0 <= expert < config.num_experts or which not in known:
-            raise ValueError(
-                f"{self.prefix}: shard_id must be (expert below {config.num_experts}, one of {known}), got {shard_id!r}"
-            )
+            raise ValueError(f"{self.prefix}: shard_id is {shard_id!r}, not (expert < {config.num_experts}, {known})")
         full = (self.intermediate_size, config.hidden_dim)
         full = full[::-1] if which == "w2" else full
         check_checkpoint_shape(loaded_weight, full, f"{self.prefix}.{expert}.{which}")
@@ -302,5 +289,5 @@ class FusedMoE(nn.Module):
         weights, ids = route(router_logits, self.top_k, self.renormalize)
         output = self.routed_experts(x, weights, ids, self.expert_map, self.apply_router_weight_on_input)
         if self.reduce_results and self._ranks > 1:
-            output = tensor_model_parallel_all_reduce(output)
+            output = group.tensor_model_parallel_all_reduce(output)
         return output

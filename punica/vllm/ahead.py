@@ -27,9 +27,7 @@ _log = logging.getLogger("vllm.punica")
 
 
 class LayerForm(NamedTuple):
-    """Sizes of a dense layer on which its kernels depend.
-
-    rank: of the slots. columns: of the input. widths: of the slices of the output.
+    """Sizes of a dense layer that its kernels depend on: rank of the slots, columns of the input, widths of the output.
     """
 
     slots: int

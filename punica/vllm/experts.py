@@ -84,9 +84,7 @@ class ExpertContract(ExpertMethods):
         fully_sharded: bool, use_tuned_config: bool, token_lora_mapping: Tensor | None = None, add_inputs: bool = True,
         **kwargs: Any,
     ) -> Alignment:  # fmt: skip
-        """Add the up and gate projections to y, ``[T, k, n*N]`` or ``[T*k, n*N]``; x is ``[T, hidden]``. Returns the
-        alignment for `add_lora_w2`, in the order of its arguments.
-        """
+        """Add gate and up of x ``[T, H]`` to y ``[T, k, n*N]`` (or flat); return the alignment for `add_lora_w2`."""
         self._expert_ops("add_lora_w13")
         switches, site = Switches(False, fully_sharded, 0, add_inputs), "w13" if use_tuned_config else None
         weights = self._weights("add_lora_w13", lora_a_stacked, lora_b_stacked, adapter_enabled, switches, kwargs, site)
@@ -104,9 +102,7 @@ class ExpertContract(ExpertMethods):
         w2: Tensor, top_k_num: int, max_loras: int, adapter_enabled: Tensor, top_k: int, fully_sharded: bool,
         tp_rank: int, use_tuned_config: bool, add_inputs: bool = True, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """Add the down projection to y ``[T, k, hidden]``, weighted already, with the alignment that `add_lora_w13`
-        returned; x is ``[T*k, intermediate]``.
-        """
+        """Add the down projection of x ``[T*k, I]`` to y ``[T, k, H]``, weighted, by `add_lora_w13`'s alignment."""
         self._expert_ops("add_lora_w2")
         offset = tp_rank * lora_b_stacked[0].shape[-2] if fully_sharded else 0
         switches, site = Switches(True, fully_sharded, offset, add_inputs), "w2" if use_tuned_config else None
@@ -136,10 +132,7 @@ class ExpertContract(ExpertMethods):
 def _check_counts(routing: Tensor, num_tokens: int, top_k: tuple[int, int], slices: int, num_slices: int) -> None:
     wanted = (num_tokens, top_k[0])
     if routing.ndim != 2 or tuple(routing.shape) != wanted or top_k[0] != top_k[1]:
-        raise ValueError(
-            f"num_tokens, top_k_num and top_k are {num_tokens}, {top_k[0]} and {top_k[1]}; the routing has shape "
-            f"{tuple(routing.shape)}"
-        )
+        raise ValueError(f"num_tokens and both top_k are {num_tokens}, {top_k}; routing is {tuple(routing.shape)}")
     if slices != num_slices:
         raise ValueError(f"num_slices is {num_slices}, lora_a_stacked has {slices} tensors")
 

@@ -73,9 +73,8 @@ class StepIndices(StepMetadata):
 
     @property
     def prefill_metadata(self) -> PrefillMetadata:
-        """Starts, lengths and slots of the B segments (int64 ``[B]``), B, the longest, T. RuntimeError on decode.
-
-        Views of one buffer for up to ``max_batches`` segments, tensors of their own for more.
+        """Starts, lengths and slots of the B segments (int64 ``[B]``), B, the longest, T. RuntimeError on decode. Views
+        of one buffer for up to ``max_batches`` segments, tensors of their own for more.
         """
         rows, runs = self._step().rows, self.batch_size
         if not self.is_prefill:

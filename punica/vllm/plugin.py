@@ -37,10 +37,7 @@ _log = logging.getLogger("vllm.punica")
 
 
 def register() -> None:
-    """Replace vLLM's LoRA operators in this process, all or none; say in one line of the log which, or why not.
-
-    Raises nothing: whatever is missing or unknown, vLLM runs as it is.
-    """
+    """Replace vLLM's LoRA operators in this process, all or none; log in one line which, or why not. Raises nothing."""
     if os.environ.get(SWITCH, "1") == "0":
         return
     try:
@@ -77,9 +74,8 @@ def _replacements(wrapper: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
     from punica.ops import fused_moe_lora, lora_expand, lora_linear, lora_shrink
     from punica.vllm.ops.slots import INVARIANT
 
-    def invariant(function: Callable[..., None]) -> Callable[..., None]:
-        return partial(function, batch_invariant=INVARIANT)
-
+    ours = (partial(one, batch_invariant=INVARIANT) for one in (lora_shrink, lora_expand, lora_linear))
+    shrink, expand, linear = ours
     own = {name: getattr(wrapper, name) for name in _OPERATORS}
     cls, config = wrapper.PunicaWrapperGPU, importlib.import_module("vllm.config.lora").LoRAConfig
     layer = importlib.import_module("vllm.lora.layers.base").BaseLayerWithLoRA
@@ -87,10 +83,10 @@ def _replacements(wrapper: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
     if list(inspect.signature(cls.add_lora_linear).parameters) != expected:
         raise TypeError("add_lora_linear has another signature")
     return [
-        (wrapper, "lora_shrink", _shrink_of(invariant(lora_shrink), own["lora_shrink"])),
-        (wrapper, "lora_expand", _expand_of(invariant(lora_expand), own["lora_expand"])),
+        (wrapper, "lora_shrink", _shrink_of(shrink, own["lora_shrink"])),
+        (wrapper, "lora_expand", _expand_of(expand, own["lora_expand"])),
         (wrapper, "fused_moe_lora", _experts_of(fused_moe_lora, own["fused_moe_lora"])),
-        (cls, "add_lora_linear", _linear_of(invariant(lora_linear), cls.add_lora_linear)),
+        (cls, "add_lora_linear", _linear_of(linear, cls.add_lora_linear)),
         (config, "compute_hash", _hash_of(config.compute_hash)),
         (layer, "set_mapping", _mapping_of(layer.set_mapping)),
     ]
@@ -178,7 +174,8 @@ def _linear_of(ours: Callable[..., None], theirs: Callable[..., None]) -> Callab
     ) -> None:  # fmt: skip
         a, b, add_inputs = lora_a_stacked, lora_b_stacked, kwargs.get("add_inputs", True)
         rows, inputs = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
-        if hasattr(self, "punica_steps") and scale == 1.0 and _fits(a[0], x, y) and slots.is_known(a[0]):
+        fits = x.dtype == y.dtype == a[0].dtype and y.stride(-1) == 1
+        if hasattr(self, "punica_steps") and scale == 1.0 and fits and slots.is_known(a[0]):
             slots.linear(rows, inputs, a[0], add_inputs)
         elif buffer is None and _are_one_rank(a, b) and _serves("add_lora_linear", x, (*a, *b), y):
             *tensors, count = self.token_mapping_meta.meta_args(len(inputs), self.lora_config.specialize_active_lora)
@@ -193,10 +190,6 @@ def _linear_of(ours: Callable[..., None], theirs: Callable[..., None]) -> Callab
 
 def _are_one_rank(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return len({one.shape[-2] for one in a} | {one.shape[-1] for one in b}) == 1
-
-
-def _fits(weight: Tensor, x: Tensor, y: Tensor) -> bool:
-    return x.dtype == y.dtype == weight.dtype and y.stride(-1) == 1
 
 
 def _serves(name: str, rows: Tensor, weights: Sequence[Tensor], output: Tensor | None = None) -> bool:

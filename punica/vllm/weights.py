@@ -14,7 +14,7 @@ from torch import Tensor
 from punica.ops.expect import check_keywords
 from punica.ops.experts import Fp8Experts
 from punica.ops.scales import PLAIN, Scheme
-from punica.ops.weights import STEP, LoRAWeights, Names, Scaled, Stack, is_traced
+from punica.ops.weights import STEP, LoRAWeights, Names, Scaled, Stack, is_traced, kept
 
 T = TypeVar("T")
 Group = Any  # a tensor, a sequence of them, or None
@@ -27,7 +27,6 @@ class _Known(NamedTuple):
 
 
 _KNOWN: dict[tuple, _Known] = {}
-_MOST_KNOWN = 4096  # a full table starts anew
 
 
 def known_stack(
@@ -68,10 +67,8 @@ def _known(groups: tuple[Group, ...], rest: tuple, make: Callable[..., T]) -> T:
     if found is not None and found.layouts == layouts:
         return found.made
     made = make(*map(_aliases, groups))
-    if len(_KNOWN) >= _MOST_KNOWN:
-        _KNOWN.clear()
-    _KNOWN[key] = _Known(layouts, made, [weakref.ref(t, lambda _: _KNOWN.pop(key, None)) for t in tensors])
-    return made
+    refs = [weakref.ref(t, lambda _: _KNOWN.pop(key, None)) for t in tensors]
+    return kept(_KNOWN, key, _Known(layouts, made, refs)).made
 
 
 def _aliases(group: Group) -> Group:
@@ -105,11 +102,7 @@ class Keywords(NamedTuple):
 
     @classmethod
     def of(cls, method: str, given: Mapping[str, Any], allowed: Sequence[str] = KEYWORDS) -> "Keywords":
-        """Read the keywords of ``method``.
-
-        TypeError: keywords that are not ``allowed``, ``quant_args`` that is no mapping or has unknown keys; ValueError:
-        sizes that make no scheme.
-        """
+        """The keywords of ``method``. TypeError: unknown ones, or ``quant_args`` no mapping; ValueError: no scheme."""
         if not given:
             return _NONE
         check_keywords(method, given, allowed)
@@ -131,7 +124,6 @@ _NONE = Keywords()
 
 
 def _schemes(quant_args: Any) -> tuple[Scheme, Scheme]:
-    """Return the schemes of shrink and expand."""
     if quant_args is None or isinstance(quant_args, Scheme):
         scheme = quant_args or PLAIN
         return scheme, scheme

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from punica.checks import check_bool
 from punica.metadata import LoRABatch
-from punica.ops.expect import FLOAT32, check_bool, expect
+from punica.ops.expect import FLOAT32, expect
 from punica.ops.interface import ALONE, Beside, check_output, check_parts, check_slices
 from punica.ops.weights import STEP, LoRAWeights, Stack
 from punica.vllm.experts import ExpertContract
@@ -83,9 +84,7 @@ class LinearContract(LinearMethods):
     def add_lora_embedding(
         self, y: Tensor, x: Tensor, lora_b_stacked: Tensor, add_inputs: bool = True, **kwargs: Any
     ) -> None:
-        """``y[t] (+)= x[t] @ B[slot_t]^T``: x ``[T', r]`` are the rows already gathered from embedding A; with B in FP8
-        they are real, and ``lora_b_scale`` is its scales, in a list.
-        """
+        """``y[t] (+)= x[t] @ B[slot_t]^T`` of rows x ``[T', r]`` gathered from embedding A, real also for B in FP8."""
         given = self._keywords("add_lora_embedding", kwargs, ("lora_ranks", "lora_b_scale", "quant_args"))
         batch = self._step()
         if batch.no_lora:
@@ -115,10 +114,7 @@ class LinearContract(LinearMethods):
         y, x = viewed_as_rows("y", y), flattened("x", x)
         check_slices(output_slices, lora_b_stacked)
         weights = _pair(lora_a_stacked, lora_b_stacked, given)
-        if buffer is not None:
-            self._with_buffer(buffer, y, x, weights, batch, scale, add_inputs, given.a_scale)
-        elif x.shape[0] or y.shape[0]:
-            self.ops.linear(y, x, weights, batch, scale, add_inputs, given.a_scale)
+        self._linear(buffer, y, x, weights, batch, scale, add_inputs, given.a_scale)
 
     def add_lora_logits(
         self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float,
@@ -135,22 +131,23 @@ class LinearContract(LinearMethods):
             return
         y, x = viewed_as_rows("y", y), flattened("x", x)
         weights = _pair((lora_a_stacked,), (lora_b_stacked,), given)
-        if buffer is not None:
-            parts = buffer.unsqueeze(0) if isinstance(buffer, Tensor) and buffer.ndim == 2 else buffer
-            self._with_buffer(parts, y, x, weights, batch, scale, True, given.a_scale)
-        elif x.shape[0] or y.shape[0]:
-            self.ops.linear(y, x, weights, batch, scale, True, given.a_scale)
+        parts = buffer.unsqueeze(0) if isinstance(buffer, Tensor) and buffer.ndim == 2 else buffer
+        self._linear(parts, y, x, weights, batch, scale, True, given.a_scale)
 
     def _keywords(self, method: str, kwargs: dict[str, Any], allowed: Sequence[str] = KEYWORDS) -> Keywords:
         given = Keywords.of(method, kwargs, allowed)
         self._debug_check(given)
         return given
 
-    def _with_buffer(
-        self, buffer: Slices, y: Tensor, x: Tensor, weights: LoRAWeights, batch: LoRABatch, scale: float,
+    def _linear(
+        self, buffer: Slices | None, y: Tensor, x: Tensor, weights: LoRAWeights, batch: LoRABatch, scale: float,
         add_inputs: bool, x_scale: Tensor | None,
     ) -> None:  # fmt: skip
-        """Add the product, and fill ``buffer`` by a shrink of its own."""
+        """Add the product, and fill a ``buffer`` by a shrink of its own."""
+        if buffer is None:
+            if x.shape[0] or y.shape[0]:
+                self.ops.linear(y, x, weights, batch, scale, add_inputs, x_scale)
+            return
         if not self.takes_buffer:
             raise ValueError(f"buffer is created internally by {type(self).__name__}; call without it")
         stored, scheme = weights.b.form.stored, weights.a.form.scheme
@@ -176,10 +173,8 @@ def _pair(lora_a: Weights, lora_b: Weights, given: Keywords) -> LoRAWeights:
 
 
 def _calls(name: str, value: Slices, stack: Stack, contiguous: bool = False) -> Iterator[tuple[int, Tensor, Stack]]:
-    """Yield ``(first slice, operand [m, T', r], weights of its m slices)``, one operation each.
-
-    A tensor over all slices is one. Separate tensors are addressed one by one, without copying them together; that
-    they are alike is checked before the first.
+    """Yield ``(first slice, operand [m, T', r], weights of its m slices)``, one operation each: a tensor over all
+    slices, or separate tensors, which are checked to be alike before the first and are not copied.
     """
     if isinstance(value, Tensor):
         yield 0, value, stack
@@ -190,8 +185,6 @@ def _calls(name: str, value: Slices, stack: Stack, contiguous: bool = False) -> 
 
 
 def _declared(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an abstract method of this signature."""
-
     @functools.wraps(method)
     def declared(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -200,9 +193,7 @@ def _declared(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PunicaWrapperABC(ABC):  # noqa: B024 (`_declared` makes them abstract)
-    """The six methods of the contract. This library's work in place and return None; a platform that cannot update in
-    place returns the result instead, and layers honour it.
-    """
+    """The contract's six methods: in place, returning None; other platforms return the result, which layers honour."""
 
     update_metadata = _declared(LinearMethods.update_metadata)
     add_shrink = _declared(LinearContract.add_shrink)
@@ -213,9 +204,8 @@ class PunicaWrapperABC(ABC):  # noqa: B024 (`_declared` makes them abstract)
 
 
 class PunicaWrapperBase(StepIndices, LinearContract, ExpertContract, PunicaWrapperABC):
-    """A step (`StepMetadata`), the methods that layers call (`LinearMethods`, `ExpertMethods`) and the contract's.
-
-    A backend sets ``_ops`` and ``_experts``; methods that need one that is missing raise NotImplementedError.
+    """A step (`StepMetadata`), the methods that layers call (`LinearMethods`, `ExpertMethods`) and the contract's. A
+    backend sets ``_ops`` and ``_experts``; methods without theirs raise NotImplementedError.
     """
 
 
@@ -226,9 +216,7 @@ class PunicaWrapperCPU(PunicaWrapperBase, CPUBackend):
 
 
 class PunicaWrapperGPU(PunicaWrapperBase, GPUBackend):
-    """The wrapper on `GPUBackend`. Needs ``lora_config``, or ``max_loras`` as a shorthand for its defaults (TypeError
-    without either).
-    """
+    """The wrapper on `GPUBackend`. TypeError without ``lora_config`` and ``max_loras``, short for its defaults."""
 
 
 # --- layers on any wrapper -------------------------------------------------------------------------------------------
@@ -281,7 +269,6 @@ def _store(y: Tensor, returned: Tensor | None) -> None:
 
 
 def _keywords_of(*stacks: Stack) -> dict[str, Any]:
-    """Return the keywords of true ranks and of the scales of FP8 weights."""
     given: dict[str, Any] = {"lora_ranks": stacks[0].ranks}
     for stack in stacks:
         if stack.form.is_fp8:

@@ -68,9 +68,7 @@ class GPUBackend(ExpertMethods):
 
 
 def verify_indices(tensors: Sequence[Tensor], slots: int) -> None:
-    """Check the values of `LoRABatch.tensors`, for debugging: ValueError names the first bad one. Waits for the device.
-
-    Rows past a step count as rows without adapter.
+    """Check `LoRABatch.tensors`, waiting for the device; rows past a step have no adapter. ValueError: the first bad.
     """
     mapping, order, counts, starts, ids = (tensor.cpu() for tensor in tensors)
     tokens = mapping.shape[0]

@@ -23,9 +23,8 @@ from punica.wrapper.linear import LinearMethods
 
 
 class ExpertMethods(LinearMethods):
-    """A layer calls `assign_pairs` once for both products and `add_lora_experts` for each.
-
-    Checks and errors are those of the ops; NotImplementedError of a wrapper whose backend has none for experts.
+    """A layer calls `assign_pairs` once for both products and `add_lora_experts` for each. Errors are those of the ops;
+    NotImplementedError of a wrapper whose backend has none for experts.
     """
 
     _experts: ExpertOps | None = None
@@ -35,7 +34,6 @@ class ExpertMethods(LinearMethods):
         mapping: Tensor | None = None, *, every_slot: bool = False,
     ) -> Assignment:  # fmt: skip
         """Group the pairs of ``topk_ids [T, k]`` for both products of a layer, ``weights`` being the first one's.
-
         ``every_slot``: an alignment also of slots that the step does not use, for callers who pass it on.
         """
         ops = self._expert_ops("assign_pairs")
@@ -64,9 +62,7 @@ class ExpertMethods(LinearMethods):
         self, topk_ids: Tensor, mapping: Tensor, enabled: Tensor, expert_map: Tensor | None,
         sizes: tuple[int, int, int], pad: bool = True, listed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Flat sorted ids, experts of blocks and counts. ``sizes``: experts, rows of a block, slots; ``pad``: whole
-        blocks; ``listed``: slots to align (None: all).
-        """
+        """Flat sorted ids, experts of blocks and counts. ``sizes``: experts, rows of a block, slots (``listed``)."""
         experts, block_size, slots = sizes
         pairs, buckets = topk_ids.numel(), experts if expert_map is None else expert_map.numel()
         padded = pairs + buckets * (block_size - 1)
@@ -87,7 +83,6 @@ class ExpertMethods(LinearMethods):
         )
 
     def _quantized(self, x: Tensor, fp8: Fp8Experts | None) -> tuple[Tensor, Fp8Experts | None]:
-        """x quantised where w8a8 needs it, with its scales beside the weights'."""
         if fp8 is None:
             return x, None
         if fp8.shrink.use_fp8_w8a8 != fp8.expand.use_fp8_w8a8:
@@ -107,7 +102,6 @@ class ExpertMethods(LinearMethods):
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def _slots_of_tokens(self, given: Tensor | None, num_tokens: int) -> Tensor:
-        """The override, or the step's own mapping with -1 past its tokens."""
         if given is not None:
             check_mapping(given, num_tokens)
             return given
@@ -121,13 +115,11 @@ class ExpertMethods(LinearMethods):
         return mapping.shape[0] == 0 or (self.no_lora and self._is_own(mapping))
 
     def _is_own(self, mapping: Tensor) -> bool:
-        """Tell whether it is a view of the step's mapping."""
         return mapping.untyped_storage().data_ptr() == self.batch.tensors[0].untyped_storage().data_ptr()
 
     def _listed(self, mapping: Tensor, slots: int) -> Tensor | None:
-        """The step's slots, ascending behind -1, as many entries as its rows can fill; None: all slots.
-
-        Lengths are powers of two, or all of the list, so that steps of similar sizes share their kernels.
+        """The step's slots, ascending behind -1, as many entries as its rows can fill; None: all slots. Lengths are
+        powers of two, or all of the list: steps of similar sizes share their kernels.
         """
         if not self._is_own(mapping):
             return None
@@ -146,6 +138,5 @@ def by_slot(
     if ids is None:
         return None, experts, counts
     if ids.numel() % slots or experts.numel() % slots:
-        raise ValueError(f"sorted_token_ids has {ids.numel()} and expert_ids {experts.numel()} elements; they must be "
-                         f"multiples of the {slots} slots of lora_a_stacked")  # fmt: skip
+        raise ValueError(f"{ids.numel()} sorted ids, {experts.numel()} expert_ids: must be multiples of {slots} slots")
     return ids.view(slots, -1), experts.view(slots, -1), counts

@@ -26,9 +26,7 @@ class LinearMethods(StepMetadata):
     @property
     def ops(self) -> Ops:
         if self._ops is None:
-            raise NotImplementedError(
-                f"{type(self).__name__} has no operations; use PunicaWrapperCPU or PunicaWrapperGPU"
-            )
+            raise NotImplementedError(f"{type(self).__name__} has no operations; use PunicaWrapperCPU or -GPU")
         return self._ops
 
     def add_linear(

@@ -67,10 +67,7 @@ class StepMetadata:
         self.mixtures = None
 
     def begin_mixtures(self, tokens: MixedRows, sampled: MixedRows) -> None:
-        """Add the terms of mixtures to the step that `begin_step` began, in linear layers and head alone.
-
-        ValueError, and no change: as `MixedBatch.check`.
-        """
+        """Add mixtures to the step of `begin_step`, in linear layers and head. ValueError: as `MixedBatch.check`."""
         if not self._mixtures:
             sizes = self.max_num_batched_tokens, self.max_loras, self.device
             self._mixtures = MixedBatch(*sizes), MixedBatch(*sizes)

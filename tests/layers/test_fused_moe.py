@@ -147,7 +147,7 @@ def test_an_image_fills_a_slot_as_set_lora_does(fp8):
     for part in parts:
         part.slots[1].fill_(3)
         part.ranks[1] = 9
-    image = pack_image(parts, torch.uint8 if fp8 else torch.float32)
+    image = pack_image([(part.part, part.rank) for part in parts], torch.uint8 if fp8 else torch.float32)
     write_slot(image, [part.slots for part in parts], [part.ranks for part in parts], 1)
     assert all(torch.equal(part.slots[1], slot) for part, (slot, _) in zip(parts, expected, strict=True))
     assert [part.ranks[1] for part in parts] == [rank for _, rank in expected]

@@ -78,9 +78,8 @@ def check_op_type(op_type: str) -> None:
 
 @functools.cache
 def load_lora_op_config(op_type: str, add_inputs: bool | None, tuned_dir: str | None = None) -> dict | None:
-    """Load the tuned file of this GPU as it is; None without a folder, or (with one warning) without the file in it.
-
-    ValueError: unknown `op_type`, or a file that is not JSON.
+    """Load this GPU's tuned file; None without a folder, or, with a warning, without the file. ValueError: unknown
+    `op_type`, or a file that is not JSON.
     """
     check_op_type(op_type)
     if tuned_dir is None:

@@ -208,9 +208,8 @@ def product(a, b, TILE: tl.constexpr):
 
 @triton.jit
 def dot_of_shrunk(h, b, acc, DTYPE: tl.constexpr):
-    """Compute acc + h @ b for the float32 result `h` of shrink and a block of B in `DTYPE`, the type of the product.
-
-    bfloat16's 8 bits would lose more of `h` than the sum of the ranks allows, so it goes in two parts, of 8 bits each.
+    """Compute acc + h @ b for the float32 result `h` of shrink, with products in `DTYPE`. bfloat16's 8 bits would lose
+    more of `h` than the sum of the ranks allows: it goes in two parts.
     """
     high = h.to(DTYPE)
     acc = dot(high, b, acc)

@@ -12,29 +12,8 @@ where a block holds them (`_one_pass`), else in a loop over blocks of ranks (`_r
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.device import (
-    accumulator,
-    column_block,
-    dot,
-    pdl_launch_dependents,
-    pdl_launch_then_wait,
-    pdl_wait,
-    pick,
-    product,
-    rank_of,
-    read_old_then_wait,
-    result,
-    rows_of_tile,
-)
-from punica.ops.triton_ops.fp8_device import (
-    activation_scale_ptrs,
-    block_scale_ptrs,
-    channel_scales,
-    read_shrunk_row,
-    read_shrunk_rows,
-    real_weights,
-    upcast,
-)
+from punica.ops.triton_ops import device
+from punica.ops.triton_ops import fp8_device as fp8
 from punica.ops.triton_ops.fp8_words import expand_row_in_words, expand_tile_in_words
 
 
@@ -58,17 +37,17 @@ def _by_columns(
     mask_read = offs_r < (rank + SHAPE.vector - 1) // SHAPE.vector * SHAPE.vector
     b_ptrs = b_ptr + offs_n[:, None] * SHAPE.rank + offs_r[None, :]  # [COLUMNS, LANES]
     b = tl.load(b_ptrs, mask=mask_n[:, None] & mask_read[None, :], other=0.0)
-    old = read_old_then_wait(y_ptr + offs_n, mask_n, y_ptr.dtype.element_ty, SHAPE, TILE)  # [COLUMNS]
-    h = read_shrunk_row(h_ptr + offs_r * stride_hr, offs_r, mask_read, operands, row, stride_hp, SHAPE)  # [LANES]
+    old = device.read_old_then_wait(y_ptr + offs_n, mask_n, y_ptr.dtype.element_ty, SHAPE, TILE)  # [COLUMNS]
+    h = fp8.read_shrunk_row(h_ptr + offs_r * stride_hr, offs_r, mask_read, operands, row, stride_hp, SHAPE)  # [LANES]
     if QUANT.format == 0:
         h = h.to(b.dtype).to(tl.float32)
     for step in tl.range(0, STEPS):
         mask_b = mask_n[:, None] & mask_read[None, :]
-        weights = real_weights(
+        weights = fp8.real_weights(
             b, operands, slice_id, slot, offs_n[:, None], offs_r[None, :], mask_b, SHAPE, tl.float32
         )  # fmt: skip
         product = tl.where((offs_r < rank)[None, :], weights * h[None, :], 0.0)  # [COLUMNS, LANES]
-        scale = channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
+        scale = fp8.channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
         before, y_ptrs, mask_y = old.to(tl.float32), y_ptr + offs_n, mask_n
         if STEPS > 1:
             offs_n += COLUMNS
@@ -89,8 +68,8 @@ def _multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE: tl.constexpr
     slice_id, slot, _, rank = place
     live = offs_r < rank
     if SHAPE.quant.format > 0:
-        mask = mask_n[:, None] & live[None, :]
-        weights = real_weights(b, operands, slice_id, slot, offs_n[:, None], offs_r[None, :], mask, SHAPE, tl.float32)
+        mask, columns, lanes = mask_n[:, None] & live[None, :], offs_n[:, None], offs_r[None, :]
+        weights = fp8.real_weights(b, operands, slice_id, slot, columns, lanes, mask, SHAPE, tl.float32)
         product = tl.where(live[None, :], weights, 0.0) * h[None, :]
     else:
         product = b.to(tl.float32) * h.to(b.dtype).to(tl.float32)[None, :]
@@ -116,10 +95,10 @@ def _by_ranks(tensors, operands, place, block, strides, SHAPE: tl.constexpr, TIL
     mask_n = offs_n < width
     b_ptrs = b_ptr + offs_r[None, :] * width + offs_n[:, None]  # [COLUMNS, LANES]
     b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)  # [COLUMNS, LANES]
-    before = read_old_then_wait(y_ptr + offs_n, mask_n, tl.float32, SHAPE, TILE)  # [COLUMNS]
+    before = device.read_old_then_wait(y_ptr + offs_n, mask_n, tl.float32, SHAPE, TILE)  # [COLUMNS]
     total = tl.zeros([COLUMNS], tl.float32) if SHAPE.quant.format > 0 else before
     h_ptrs = h_ptr + offs_r * stride_hr
-    h = read_shrunk_row(h_ptrs, offs_r, offs_r < rank, operands, row, stride_hp, SHAPE)  # [LANES]
+    h = fp8.read_shrunk_row(h_ptrs, offs_r, offs_r < rank, operands, row, stride_hp, SHAPE)  # [LANES]
     if SHAPE.rank > LANES:
         for _ in tl.range(LANES, rank, LANES):
             product = _multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE)
@@ -127,12 +106,12 @@ def _by_ranks(tensors, operands, place, block, strides, SHAPE: tl.constexpr, TIL
             b_ptrs += LANES * width
             h_ptrs += LANES * stride_hr
             b = tl.load(b_ptrs, mask=mask_n[:, None] & (offs_r < rank)[None, :], other=0.0)
-            h = read_shrunk_row(h_ptrs, offs_r, offs_r < rank, operands, row, stride_hp, SHAPE)
+            h = fp8.read_shrunk_row(h_ptrs, offs_r, offs_r < rank, operands, row, stride_hp, SHAPE)
             total += tl.sum(product, 1)
     total += tl.sum(_multiply(b, h, operands, place, offs_n, offs_r, mask_n, SHAPE), 1)
     if SHAPE.quant.format > 0:
         if SHAPE.quant.group_k == 0:
-            total *= channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
+            total *= fp8.channel_scales(operands, slice_id, slot, offs_n, mask_n, width, SHAPE)
         total += before
     tl.store(y_ptr + offs_n, total.to(y_ptr.dtype.element_ty), mask=mask_n & ((rank > 0) | (not SHAPE.add)))
 
@@ -150,10 +129,10 @@ def expand_row(tensors, operands, place, block, call, strides, SHAPE: tl.constex
     row, slot = place
     ranks_ptr, num_slots, pdl_anchor = call
     stride_hp, stride_hs, stride_ht, stride_hr, stride_yt = strides
-    slice_id, first_n, width, column = column_block(block, SHAPE, TILE.row.block_n)
-    rank = rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
+    slice_id, first_n, width, column = device.column_block(block, SHAPE, TILE.row.block_n)
+    rank = device.rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
     if (rank > 0) | ((slot >= 0) & (not SHAPE.add)):
-        b_ptr = pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * SHAPE.rank * width
+        b_ptr = device.pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * SHAPE.rank * width
         h_ptr += row * stride_ht + slice_id.to(tl.int64) * stride_hs
         y_ptr += row * stride_yt + column
         given, where, columns = (h_ptr, b_ptr, y_ptr), (slice_id, slot, row, rank), (first_n, width)
@@ -167,7 +146,7 @@ def expand_row(tensors, operands, place, block, call, strides, SHAPE: tl.constex
         else:
             _by_ranks(given, operands, where, columns, (stride_hp, stride_hr), SHAPE, TILE)
     else:
-        pdl_wait(TILE.pdl, pdl_anchor)
+        device.pdl_wait(TILE.pdl, pdl_anchor)
 
 
 @triton.constexpr_function
@@ -194,7 +173,7 @@ def _finish(total, before, scale, operands, rows, SHAPE: tl.constexpr):
     QUANT: tl.constexpr = SHAPE.quant
     CHANNELS: tl.constexpr = QUANT.format > 0 and QUANT.group_k == 0
     if QUANT.has_a and QUANT.group_k == 0:
-        total *= tl.load(activation_scale_ptrs(operands, rows, SHAPE))[:, None]
+        total *= tl.load(fp8.activation_scale_ptrs(operands, rows, SHAPE))[:, None]
     if CHANNELS and SHAPE.add:
         total = tl.fma(total, scale[None, :].broadcast_to(total.shape[0], total.shape[1]), before)
     elif CHANNELS:
@@ -222,18 +201,18 @@ def _one_pass(
     DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
     STRIDE_B: tl.constexpr = SHAPE.rank if SHAPE.row_major else 1
     offs_r = tl.arange(0, TILE.block_r)
-    mask_h = mask_m[:, None] & _ranks_of_h(h_ptrs, offs_r, rank_read)[None, :]
+    mask_h = mask_m[:, None] & _ranks_of_h(h_ptrs, offs_r, rank_read)[None, :]  # [BLOCK_M, BLOCK_R]
     mask_b = (offs_r < (rank_read if SHAPE.row_major else rank))[:, None]
     if TILE.at_once:
         mask_n = (offs_n < width)[None, :]
         b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)  # [BLOCK_R, BLOCK_N]
         if SHAPE.add and not TILE.late:
             old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)  # [BLOCK_M, BLOCK_N]
-    pdl_launch_dependents(TILE.pdl)
-    pdl_wait(TILE.pdl, TILE.at_once or stride_hp > 0)  # blocks in registers would be waited for first
+    device.pdl_launch_dependents(TILE.pdl)
+    device.pdl_wait(TILE.pdl, TILE.at_once or stride_hp > 0)  # blocks in registers would be waited for first
     if TILE.at_once and SHAPE.add and TILE.late:
         old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
-    h = read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, READ == "rank", DTYPE, SHAPE)  # [BLOCK_M, BLOCK_R]
+    h = fp8.read_shrunk_rows(h_ptrs, mask_h, offs_r, rank, stride_hp, READ == "rank", DTYPE, SHAPE)
     for step in tl.range(0, TILE.tiles_n, num_stages=TILE.stages):
         if not TILE.at_once:
             mask_n = (offs_n < (1 << 30 if TILE.even_n else width))[None, :]
@@ -241,7 +220,7 @@ def _one_pass(
             if SHAPE.add:
                 old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)  # [BLOCK_M, BLOCK_N]
         weights, mask_y, out_ptrs = b, mask_m[:, None] & mask_n, y_ptrs
-        scale = channel_scales(operands, place[0], place[1], offs_n, offs_n < width, width, SHAPE)
+        scale = fp8.channel_scales(operands, place[0], place[1], offs_n, offs_n < width, width, SHAPE)
         before = old.to(tl.float32) if SHAPE.add else 0.0  # before the next block is loaded: it frees registers
         offs_n += TILE.block_n
         y_ptrs += TILE.block_n
@@ -251,10 +230,10 @@ def _one_pass(
             b = tl.load(b_ptrs, mask=mask_b & mask_n, other=0.0)
             if SHAPE.add:
                 old = tl.load(y_ptrs, mask=mask_m[:, None] & mask_n, other=0.0)
-        weights = upcast(weights, SHAPE.quant.format, DTYPE)
+        weights = fp8.upcast(weights, SHAPE.quant.format, DTYPE)
         if SHAPE.row_major and READ != "rank":
             weights = tl.where((offs_r < rank)[:, None], weights, 0.0)
-        total = _finish(product(h, weights, TILE), before, scale, operands, rows, SHAPE)
+        total = _finish(device.product(h, weights, TILE), before, scale, operands, rows, SHAPE)
         tl.store(out_ptrs, total.to(y_ptrs.dtype.element_ty), mask=mask_y & ((rank > 0) | (not SHAPE.add)))
 
 
@@ -270,28 +249,28 @@ def _sum_ranks(
     QUANT: tl.constexpr = SHAPE.quant
     DTYPE: tl.constexpr = _dtype_of_product(y_ptrs, b_ptrs, QUANT)
     offs_r = tl.arange(0, TILE.block_r)
-    acc = accumulator(TILE.block_m, TILE.block_n, TILE.swap_ab and QUANT.group_k == 0)
+    acc = device.accumulator(TILE.block_m, TILE.block_n, TILE.swap_ab and QUANT.group_k == 0)
     for first_r in tl.range(0, rank, TILE.block_r, num_stages=TILE.stages):
         lanes = first_r + offs_r
         mask_h, h_block = mask_m[:, None] & _ranks_of_h(h_ptrs, lanes, rank_read)[None, :], h_ptrs + first_r * stride_hr
-        h = read_shrunk_rows(h_block, mask_h, lanes, rank, stride_hp, READ == "rank", DTYPE, SHAPE)
+        h = fp8.read_shrunk_rows(h_block, mask_h, lanes, rank, stride_hp, READ == "rank", DTYPE, SHAPE)
         mask_b = (lanes < (rank_read if SHAPE.row_major else rank))[:, None] & (offs_n < width)[None, :]
         b = tl.load(b_ptrs + first_r * (1 if SHAPE.row_major else width), mask=mask_b, other=0.0)  # [BLOCK_R, BLOCK_N]
-        b = upcast(b, QUANT.format, DTYPE)
+        b = fp8.upcast(b, QUANT.format, DTYPE)
         if SHAPE.row_major and READ != "rank":
             b = tl.where((lanes < rank)[:, None], b, 0.0)
         if QUANT.group_k > 0:  # BLOCK_R divides a block of scales
             block = first_r // QUANT.group_k
-            scale_ptrs, scale_stride = block_scale_ptrs(operands, slice_id, slot, offs_n, SHAPE)
-            part = product(h, b, TILE)
+            scale_ptrs, scale_stride = fp8.block_scale_ptrs(operands, slice_id, slot, offs_n, SHAPE)
+            part = device.product(h, b, TILE)
             part *= tl.load(scale_ptrs + block * scale_stride, mask=offs_n < width, other=0.0)[None, :]
             if QUANT.has_a:
-                a_scale_ptrs = activation_scale_ptrs(operands, rows, SHAPE)
+                a_scale_ptrs = fp8.activation_scale_ptrs(operands, rows, SHAPE)
                 part *= tl.load(a_scale_ptrs + block * QUANT.a_group)[:, None]
             acc += part
         else:
-            acc = dot(h, b, acc, TILE.swap_ab)
-    return acc if QUANT.group_k > 0 else result(acc, TILE.swap_ab)
+            acc = device.dot(h, b, acc, TILE.swap_ab)
+    return acc if QUANT.group_k > 0 else device.result(acc, TILE.swap_ab)
 
 
 @triton.jit
@@ -301,7 +280,7 @@ def _rank_loop(
     """Compute column blocks one after the other, each with a loop over blocks of ranks. Arguments as of `_one_pass`."""
     h_ptrs, b_ptrs, y_ptrs, stride_hp, stride_hr = pointers
     offs_n, width = columns
-    pdl_launch_then_wait(TILE.pdl)
+    device.pdl_launch_then_wait(TILE.pdl)
     for _ in tl.range(0, TILE.tiles_n):
         mask_y = rows[1][:, None] & (offs_n < width)[None, :]
         pointers = (h_ptrs, b_ptrs, y_ptrs, stride_hp, stride_hr)
@@ -309,7 +288,7 @@ def _rank_loop(
         before = 0.0
         if SHAPE.add:
             before = tl.load(y_ptrs, mask=mask_y, other=0.0).to(tl.float32)
-        scale = channel_scales(operands, place[0], place[1], offs_n, offs_n < width, width, SHAPE)
+        scale = fp8.channel_scales(operands, place[0], place[1], offs_n, offs_n < width, width, SHAPE)
         total = _finish(total, before, scale, operands, rows[0], SHAPE)
         tl.store(y_ptrs, total.to(y_ptrs.dtype.element_ty), mask=mask_y)
         offs_n += TILE.block_n
@@ -366,11 +345,11 @@ def expand_tile(tensors, operands, tile, block, call, strides, SHAPE: tl.constex
     _, stride_hs, _, _, _ = strides
     EITHER: tl.constexpr = SHAPE.has_ranks and SHAPE.vector > 1
     READ: tl.constexpr = "vectors" if EITHER else "rank"
-    slice_id, first_n, width, column = column_block(block, SHAPE, TILE.block_n * TILE.tiles_n)
-    rank = rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
+    slice_id, first_n, width, column = device.column_block(block, SHAPE, TILE.block_n * TILE.tiles_n)
+    rank = device.rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
     if (rank > 0) if SHAPE.add else (slot >= 0):
-        rows = rows_of_tile(sorted_ptr, found, TILE.block_m)
-        b_ptr = pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * SHAPE.rank * width
+        rows = device.rows_of_tile(sorted_ptr, found, TILE.block_m)
+        b_ptr = device.pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * SHAPE.rank * width
         h_ptr += slice_id.to(tl.int64) * stride_hs
         given, place, columns = (h_ptr, b_ptr, y_ptr, strides), (slice_id, slot, rank), (first_n, width, column)
         if EITHER and SHAPE.row_major and TILE.tiles_n > 1 and b_ptr.dtype.element_ty.primitive_bitwidth == 16:
@@ -383,4 +362,4 @@ def expand_tile(tensors, operands, tile, block, call, strides, SHAPE: tl.constex
         else:
             _expand_rows_of(given, operands, place, rows, columns, READ, SHAPE, TILE)
     else:
-        pdl_wait(TILE.pdl, pdl_anchor)
+        device.pdl_wait(TILE.pdl, pdl_anchor)

@@ -74,8 +74,7 @@ WIDE = Quant()
 def quant_of(
     form: Form, x_dtype: torch.dtype, channels: Sequence[int], k: int, a_strides: tuple[int, int] | None
 ) -> Quant:
-    """Return the storage of weights with ``channels`` outputs per slice in a product that sums over ``k`` elements.
-
+    """Return the storage of weights with ``channels`` outputs per slice in a product over ``k`` elements.
     ``a_strides``: of the activations' scales along rows and groups; None without them.
     """
     if form.scales is None:
@@ -100,9 +99,7 @@ def check_group_k(scheme: Scheme, k: int) -> None:
     """Raise ValueError where a tile of K could cross a block."""
     group = scheme.group_k
     if 0 < group < k and (group < 16 or group & (group - 1)):
-        raise ValueError(
-            f"group_k is {group}; the kernels need a power of two >= 16, or at least K = {k} (torch_ops takes any)"
-        )
+        raise ValueError(f"group_k is {group}; kernels need a power of two >= 16, or at least K = {k} (torch_ops any)")
 
 
 @triton.jit
@@ -155,8 +152,7 @@ def narrowed(real, TYPE: tl.constexpr, MANTISSA: tl.constexpr, LIMIT):
 def read_shrunk_rows(
     h_ptrs, mask, lanes, rank, stride_hp, WHOLE: tl.constexpr, DTYPE: tl.constexpr, SHAPE: tl.constexpr
 ):  # fmt: skip
-    """Read the result [BLOCK_M, BLOCK_R] of shrink in DTYPE, FP8 values without their scales. Unless WHOLE, ``mask``
-    reaches beyond the rank, to the end of a vector; values there are dropped.
+    """Read the result [BLOCK_M, BLOCK_R] of shrink in DTYPE, without scales. Unless WHOLE, ``mask`` drops ranks beyond.
     """
     if SHAPE.quant.x_format > 0:
         h = upcast(tl.load(h_ptrs, mask=mask, other=0.0), SHAPE.quant.x_format, DTYPE)

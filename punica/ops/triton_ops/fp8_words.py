@@ -81,10 +81,8 @@ def upcast_words(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.co
 
 @triton.jit
 def expand_row_in_words(tensors, operands, place, block, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Compute one row x COLUMNS columns, LANES ranks at a time, as `expand._by_ranks`.
-
-    place: slice, slot, row and true rank; block: first column and width of the slice; strides: of h along partials and
-    ranks.
+    """Compute one row x COLUMNS columns, LANES ranks at a time, as `expand._by_ranks`. place: slice, slot, row and true
+    rank; block: first column and width of the slice; strides: of h along partials and ranks.
     """
     COLUMNS: tl.constexpr = TILE.row.block_n
     LANES: tl.constexpr = TILE.row.lanes[0]
@@ -127,10 +125,8 @@ def expand_row_in_words(tensors, operands, place, block, strides, SHAPE: tl.cons
 
 @triton.jit
 def expand_tile_in_words(tensors, operands, place, rows, block, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Compute ``rows`` x tiles_n blocks of block_n columns, all ranks at once. Unless ``late`` the PDL wait is in the
-    first iteration of the loop, so that the first blocks of B and y are in flight before it.
-
-    Arguments as of `expand._expand_rows_of`.
+    """Compute ``rows`` x tiles_n blocks of block_n columns, all ranks at once; arguments of `expand._expand_rows_of`.
+    Unless ``late`` the PDL wait is in the loop's first iteration, behind the first loads of B and y.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n

@@ -97,9 +97,7 @@ class Launch:
     __slots__ = ("binary", "device", "grid", "kernel", "options", "tail")
 
     compile_only = False
-    """True: compile instead of launching (tensors may be on the meta device), so that worker processes can fill
-    Triton's cache.
-    """
+    """True: compile instead of launching, so that processes fill Triton's cache; tensors may be meta."""
 
     def __init__(
         self, kernel: Any, grid: tuple[int, int, int] | None, dtypes: tuple, strides: tuple[int, ...],
@@ -156,7 +154,7 @@ def launch_alone(
         kernel, grid, dtypes, strides, {"SHAPE": shape}, num_warps=num_warps, pdl=shape.pdl, device=tensors[0].device
     )
     with on_device(tensors[0].get_device()):
-        launch(tensors, counts, not INTERPRETED and all_aligned(*tensors))
+        launch(tensors, counts, all_aligned(*tensors))
 
 
 def all_aligned(*tensors: torch.Tensor) -> bool:

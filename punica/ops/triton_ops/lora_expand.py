@@ -50,9 +50,8 @@ class ExpandShape(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """Work of a GEMV program: block_n columns (``blocks`` of them in all slices), ``lanes`` ranks at once.
-
-    lanes, steps: widths in ranks to choose from, and in how many steps each takes the columns.
+    """Work of a GEMV program: block_n columns (``blocks`` of them in all slices), ``lanes`` ranks at once. lanes,
+    steps: widths in ranks to choose from, and in how many steps each takes the columns.
     """
 
     lanes: tuple[int, ...] = ()
@@ -62,10 +61,9 @@ class RowTile(NamedTuple):
 
 
 class ExpandTile(NamedTuple):
-    """Schedule of a launch: a constexpr of the kernels. Fields as in `schedules.Schedule` and `ShrinkTile`, and:
-
-    late: y is not read before the PDL wait. blocks: runs of block_n x tiles_n columns in all slices. even_n: these
-    divide every slice. at_once: blocks go through registers.
+    """Schedule of a launch: a constexpr. Fields as in `schedules.Schedule` and `ShrinkTile`, and: late: y is not read
+    before the PDL wait. blocks: runs of block_n x tiles_n columns in all slices, which even_n: divide each. at_once:
+    blocks go through registers.
     """
 
     mode: str
@@ -111,10 +109,7 @@ def _lora_expand_kernel(
     tensors, operands, mapping_ptr, sorted_ptr, tiles_ptr, totals_ptr, starts_ptr, ranks_ptr,
     num_tokens, num_slots, num_tiles, num_segments, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Run one mode; arguments as of `lora_shrink._lora_shrink_kernel`.
-
-    tensors: h and y; strides: of h along partials, slices, rows and ranks, and of rows of y.
-    """
+    """Run one mode, as `lora_shrink._lora_shrink_kernel`. tensors: h and y; strides: of all of h, and of y's rows."""
     pid = tl.program_id(0)
     call = (ranks_ptr, num_slots, pid == 0)
     if TILE.mode == "rows":

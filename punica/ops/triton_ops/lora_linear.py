@@ -71,9 +71,8 @@ def _gemm_and_shrink_kernel(
     tokens, num_slots, gemm_programs, scaling, strides,
     GEMM: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of the base product as `gemm_tile` takes them, then rows, slices, ranks and splits of the shrink.
-
-    base: of `base_operands`, for y; sums: workspace of a split product; strides: of rows of x, weight and y.
+    """Compute tiles of the base product as `gemm_tile`, then the shrink. base: of `base_operands`, for y; sums:
+    workspace of a split product; strides: of rows of x, weight and y.
     """
     TILES: tl.constexpr = (GEMM.n + GEMM.block_n - 1) // GEMM.block_n
     x_stride, _, _ = strides
@@ -114,19 +113,13 @@ def check_base_switches(base: Sequence[Tensor | None], add_inputs: bool) -> None
     """Raise TypeError, ValueError: not as in `Beside`, or one whose product the LoRA term would overwrite."""
     known = isinstance(base, (tuple, list)) and len(base) <= 3
     if not known or not all(isinstance(one, Tensor) or (one is None and i == 1) for i, one in enumerate(base)):
-        raise TypeError(
-            "base must be (weight,), (weight, bias), or (weight, bias or None, scale) in FP8, three tensors at most, "
-            f"got {type(base).__name__}"
-        )
+        raise TypeError(f"base must be (weight, bias, scale), three tensors at most, got {type(base).__name__}")
     if base and not add_inputs:
         raise ValueError("add_inputs must be True with a base product, which the LoRA term is added to")
 
 
 def describe_base(base: Sequence[Any]) -> BaseForm | None:
-    """Check ``weight [N, K]``, ``bias`` and ``scale`` ``[N]`` (if given); return their form, None without a product.
-
-    ValueError, TypeError: shapes, layouts, dtypes or devices.
-    """
+    """The form of ``weight [N, K]``, ``bias`` and ``scale`` ``[N]``. ValueError, TypeError: they do not fit."""
     if not base:
         return None
     weight, bias, scale = (*base, None, None)[:3]
@@ -145,9 +138,7 @@ def check_base(base: BaseForm, x: Tensor, y: Tensor) -> None:
     """Raise ValueError, TypeError: operands that do not fit the base product."""
     n, k = base.weight[:2]
     if y.shape[1] != n or x.shape[1] != k:
-        raise ValueError(
-            f"x must have {k} columns and y {n}, as the base weight [{n}, {k}] wants, got {x.shape[1]} and {y.shape[1]}"
-        )
+        raise ValueError(f"x must have {k} columns and y {n}, as the base weight, got {x.shape[1]} and {y.shape[1]}")
     if x.shape[0] > MAX_TOKENS:
         raise ValueError(f"a base product here takes up to {MAX_TOKENS} rows, got {x.shape[0]}; multiply it before")
     same = x.dtype == y.dtype and (x.dtype in FLOATS if base.dtype is None else x.dtype == base.dtype)

@@ -55,10 +55,8 @@ class RowTile(NamedTuple):
 
 
 class ShrinkTile(NamedTuple):
-    """Schedule of a launch: a constexpr of the kernels. Fields as in `schedules.Schedule`, and:
-
-    mode: "rows", "list" or "search". row: of single rows. height: index of block_m in `HEIGHTS`. segments: power of two
-    >= segments.
+    """Schedule of a launch: a constexpr. Fields as in `schedules.Schedule`, and: mode: "rows", "list" or "search". row:
+    of single rows. height: index of block_m in `HEIGHTS`. segments: power of two >= segments.
     """
 
     mode: str
@@ -76,9 +74,8 @@ class ShrinkTile(NamedTuple):
 
 @triton.jit
 def _shrink_list(tensors, operands, work, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Run a persistent loop over a step's list: programs for ``num_tiles`` tiles stride over all of them.
-
-    work: sorted rows, records of the tiles, their numbers for all heights, and num_tiles.
+    """Run a persistent loop over a step's list, whose tiles programs for ``num_tiles`` stride over. work: sorted rows,
+    records of the tiles, their numbers for all heights, and num_tiles.
     """
     sorted_ptr, tiles_ptr, totals_ptr, num_tiles = work
     _, _, _, _, anchor = call
@@ -98,10 +95,8 @@ def _shrink_list(tensors, operands, work, call, strides, SHAPE: tl.constexpr, TI
 
 @triton.jit
 def _shrink_found(tensors, operands, step, counts, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Compute the tile that this program finds among the segments. With ``direct``, programs past the tiles zero-fill
-    rows without adapter.
-
-    step: slots of the rows, sorted rows, and ids, counts and starts of the segments; counts: of tiles and segments.
+    """Compute the tile that this program finds among the segments, past them rows of zeros (``direct``). step: slots of
+    the rows, sorted rows, and ids, counts and starts of the segments; counts: of tiles and segments.
     """
     _, out_ptr = tensors
     mapping_ptr, sorted_ptr, ids_ptr, counts_ptr, starts_ptr = step
@@ -134,10 +129,8 @@ def _lora_shrink_kernel(
     tensors, operands, mapping_ptr, sorted_ptr, tiles_ptr, totals_ptr, starts_ptr, ranks_ptr,
     num_tokens, num_slots, num_tiles, num_segments, scaling, strides, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Run one mode. ``mode`` "search" has ids and counts of the segments in place of the list (tiles, totals),
-    their starts and their number. Pointers that a mode does not read are None.
-
-    tensors: x and the output; operands: `fp8_device.operands`; strides: of x.
+    """Run one mode. ``mode`` "search" has ids, counts, starts and number of the segments in place of the list (tiles,
+    totals). tensors: x and the output; operands: `fp8_device.operands`; strides: of x.
     """
     pid, slice_id = tl.program_id(0), tl.program_id(1)
     call = (ranks_ptr, num_tokens, num_slots, scaling, (pid == 0) & (slice_id == 0))

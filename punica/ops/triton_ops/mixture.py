@@ -17,18 +17,7 @@ from torch import Tensor
 from punica.metadata import MixedBatch
 from punica.metadata.mixture import HEIGHT, TILE_ROWS
 from punica.ops.interface import check_equal_rows, check_input, check_last_stride, check_output
-from punica.ops.triton_ops.device import (
-    INDEX_POINTERS,
-    accumulator,
-    column_block,
-    dot_of_shrunk,
-    pdl_wait_then_launch,
-    pick,
-    rank_of,
-    read_record,
-    read_shrunk,
-    rows_of_tile,
-)
+from punica.ops.triton_ops import device
 from punica.ops.triton_ops.launch import INTERPRETED, Launch, all_aligned, block_at_least, on_device, supports_pdl
 from punica.ops.triton_ops.lora_expand import ExpandMode, ExpandTile, LowRank, expand_shape
 from punica.ops.triton_ops.lora_shrink import RowTile, ShrinkMode, ShrinkTile, partial_rank, stored_shape
@@ -42,7 +31,7 @@ _LEAST_TILES = 64
 _FREE = ["num_tokens", "num_slots", "num_tiles", "fan"]
 
 
-@triton.jit(do_not_specialize=_FREE, do_not_specialize_on_alignment=INDEX_POINTERS)
+@triton.jit(do_not_specialize=_FREE, do_not_specialize_on_alignment=device.INDEX_POINTERS)
 def _mix_shrink_kernel(
     tensors, operands, sorted_ptr, tiles_ptr, totals_ptr, lists_ptr, gates_ptr, ranks_ptr,
     num_tokens, num_slots, num_tiles, fan, strides, SHAPE: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
@@ -55,13 +44,13 @@ def _mix_shrink_kernel(
     low_ptr += j * (TILE.split_k * SHAPE.slices * num_tokens.to(tl.int64) * SHAPE.out_rank)
     place = (pid % TILE.split_k, pid // TILE.split_k % R_BLOCKS * TILE.block_r, part % SHAPE.slices)
     tile = pid // (TILE.split_k * R_BLOCKS)
-    pdl_wait_then_launch(EARLY)
+    device.pdl_wait_then_launch(EARLY)
     total = tl.load(totals_ptr + TILE.height)
     while tile < total:
-        found = read_record(tl.load(tiles_ptr + tile))
+        found = device.read_record(tl.load(tiles_ptr + tile))
         group, start, size = found
         slot = tl.load(lists_ptr + group * fan + j)
-        rows, _ = rows_of_tile(sorted_ptr, found, TILE.block_m)
+        rows, _ = device.rows_of_tile(sorted_ptr, found, TILE.block_m)
         gates = tl.load(gates_ptr + rows * fan + j)[:, None]  # [BLOCK_M, 1]
         call = (ranks_ptr, num_tokens, num_slots, gates, False)
         given = (sorted_ptr, (slot, start, size))
@@ -69,7 +58,7 @@ def _mix_shrink_kernel(
         tile += num_tiles
 
 
-@triton.jit(do_not_specialize=_FREE, do_not_specialize_on_alignment=INDEX_POINTERS)
+@triton.jit(do_not_specialize=_FREE, do_not_specialize_on_alignment=device.INDEX_POINTERS)
 def _mix_expand_kernel(
     tensors, operands, sorted_ptr, tiles_ptr, totals_ptr, lists_ptr, gates_ptr, ranks_ptr,
     num_tokens, num_slots, num_tiles, fan, strides, SHAPE: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
@@ -80,32 +69,32 @@ def _mix_expand_kernel(
     BLOCK_N: tl.constexpr = TILE.block_n
     R_BLOCKS: tl.constexpr = (SHAPE.rank + TILE.block_r - 1) // TILE.block_r
     pid = tl.program_id(0)
-    slice_id, first_n, width, column = column_block(pid % TILE.blocks, SHAPE, BLOCK_N)
+    slice_id, first_n, width, column = device.column_block(pid % TILE.blocks, SHAPE, BLOCK_N)
     tile = pid // TILE.blocks
-    b_ptr = pick(operands, slice_id, SHAPE.slices)
+    b_ptr = device.pick(operands, slice_id, SHAPE.slices)
     DTYPE: tl.constexpr = b_ptr.dtype.element_ty
     offs_n = first_n + tl.arange(0, BLOCK_N)
     stride_hs = num_tokens.to(tl.int64) * stride_ht
-    pdl_wait_then_launch(EARLY)
+    device.pdl_wait_then_launch(EARLY)
     total = tl.load(totals_ptr + TILE.height)
     while tile < total:
-        found = read_record(tl.load(tiles_ptr + tile))
-        rows, mask_m = rows_of_tile(sorted_ptr, found, TILE.block_m)
-        acc = accumulator(TILE.block_m, BLOCK_N)
+        found = device.read_record(tl.load(tiles_ptr + tile))
+        rows, mask_m = device.rows_of_tile(sorted_ptr, found, TILE.block_m)
+        acc = device.accumulator(TILE.block_m, BLOCK_N)
         for step in tl.range(0, fan * R_BLOCKS, num_stages=TILE.stages):
             j, lanes = step // R_BLOCKS, step % R_BLOCKS * TILE.block_r + tl.arange(0, TILE.block_r)
             slot = tl.load(lists_ptr + found[0] * fan + j)
-            mask_r = lanes < rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
+            mask_r = lanes < device.rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
             h_ptr = low_ptr + (j * (SHAPE.partials * SHAPE.slices) + slice_id) * stride_hs
             h_ptrs = h_ptr + rows[:, None] * stride_ht + lanes[None, :]  # [BLOCK_M, BLOCK_R]
-            h = read_shrunk(h_ptrs, mask_m[:, None] & mask_r[None, :], SHAPE.slices * stride_hs, SHAPE.partials)
+            h = device.read_shrunk(h_ptrs, mask_m[:, None] & mask_r[None, :], SHAPE.slices * stride_hs, SHAPE.partials)
             b_ptrs = b_ptr + slot.to(tl.int64) * SHAPE.rank * width
             if SHAPE.row_major:
                 b_ptrs += offs_n[None, :] * SHAPE.rank + lanes[:, None]  # [BLOCK_R, BLOCK_N]
             else:
                 b_ptrs += lanes[:, None] * width + offs_n[None, :]
             b = tl.load(b_ptrs, mask=mask_r[:, None] & (offs_n < width)[None, :], other=0.0)
-            acc = dot_of_shrunk(h, b, acc, DTYPE)
+            acc = device.dot_of_shrunk(h, b, acc, DTYPE)
         y_ptrs = y_ptr + rows[:, None] * stride_yt + (column + offs_n)[None, :]  # [BLOCK_M, BLOCK_N]
         mask_y = mask_m[:, None] & (offs_n < width)[None, :]
         acc += tl.load(y_ptrs, mask=mask_y, other=0.0).to(tl.float32)

@@ -17,24 +17,14 @@ from torch import Tensor
 
 from punica.ops.experts import check_alignment
 from punica.ops.triton_ops.device import INDEX_POINTERS, dot, max_tiles
-from punica.ops.triton_ops.launch import (
-    INTERPRETED,
-    Launch,
-    all_aligned,
-    block_at_least,
-    on_device,
-    stages_that_fit,
-)
+from punica.ops.triton_ops.launch import Launch, all_aligned, block_at_least, on_device, stages_that_fit
 from punica.ops.triton_ops.op import check_runnable, untraced
 
 EXPERTS_PER_PROGRAM = 8
 
 
 class AlignShape(NamedTuple):
-    """Blocks of an alignment and optional operands: a constexpr of the kernel.
-
-    bins: power of two > number of experts. block: pairs read at once. single_slot: one slot, of all tokens.
-    """
+    """Blocks of an alignment. bins: power of two > experts. block: pairs read at once. single_slot: of all tokens."""
 
     bins: int
     block: int
@@ -133,9 +123,7 @@ def _launch(
     topk_ids: Tensor, mapping: Tensor | None, sizes: tuple[int, int, int, int, int],
     outputs: tuple[Tensor, Tensor, Tensor], enabled: Tensor | None, lora_ids: Tensor | None, expert_map: Tensor | None,
 ) -> None:  # fmt: skip
-    """Launch on checked operands. ``lora_ids`` None: all slots, and every element of the outputs is written. Without
-    ``mapping`` and ``enabled``: one slot, of all tokens.
-    """
+    """Launch on checked operands. No ``lora_ids``: all slots. No ``mapping``: one slot, of all tokens."""
     check_runnable(topk_ids.device)
     buckets, block_size, max_loras, padded, blocks = sizes
     aligned_slots = max_loras if lora_ids is None else len(lora_ids)
@@ -155,7 +143,7 @@ def _launch(
     tensors = ((topk_ids, *outputs), *[counts if one is None else one for one in maybe])
     numbers = (topk_ids.numel(), topk_ids.shape[1] or 1, buckets, padded, blocks, max_loras)
     with on_device(topk_ids.get_device()):
-        launch(tensors, numbers, not INTERPRETED and all_aligned(topk_ids, *outputs))
+        launch(tensors, numbers, all_aligned(topk_ids, *outputs))
 
 
 @untraced
@@ -164,10 +152,7 @@ def align_all(
     expert_map: Tensor | None, lora_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Align checked operands into new flat outputs, in one launch: all slots and every element, or what ``lora_ids``
-    lists and nothing else.
-
-    ``sizes``: the five numbers of `moe_lora_align_block_size`. Without ``mapping`` and ``adapter_enabled``: one slot,
-    of all tokens.
+    lists. ``sizes``: as of `moe_lora_align_block_size`. No ``mapping`` and ``adapter_enabled``: one slot.
     """
     _, _, max_loras, padded, blocks = sizes
     lengths = (max_loras * padded, max_loras * blocks, max_loras)
@@ -240,8 +225,7 @@ def _moe_gemm_kernel(tensors, sorted_ptr, experts_ptr, total_ptr, pairs, num_til
 
 
 class PairGroups:
-    """The pairs of a routing, grouped by expert once for all products of a layer. No host synchronisation.
-
+    """The pairs of a routing, grouped by expert once for all products of a layer; no host synchronisation.
     ``topk_ids``: local experts ``[T, k]``, -1 where an expert is on another rank; ``whole``: no -1 occurs.
     """
 
@@ -254,34 +238,25 @@ class PairGroups:
         sizes = (experts, self.block_m, 1, self.blocks * self.block_m, self.blocks)
         self.aligned = align_all(topk_ids, None, sizes, None, None) if pairs else None
 
+    @untraced
     def multiply(self, x: Tensor, weights: Tensor, factor: int) -> Tensor:
-        """Multiply ``x [T*k / factor, K]`` and ``weights [E, N, K]`` to ``[T, k, N]`` in x's dtype.
-
-        Pair i reads row ``i // factor``; the row of a pair whose expert is not here is zero.
+        """Multiply ``x [T*k / factor, K]`` and ``weights [E, N, K]`` to ``[T, k, N]`` in x's dtype. Pair i reads row
+        ``i // factor``; the row of a pair whose expert is not here is zero.
         """
-        fill = torch.empty if self.whole else torch.zeros
-        output = fill(*self.shape, weights.shape[1], dtype=x.dtype, device=x.device)
-        if self.aligned is not None:
-            moe_pair_gemm(output, x, weights, *self.aligned, factor, self.block_m)
+        (_, width, hidden), size, fill = weights.shape, x.element_size(), torch.empty if self.whole else torch.zeros
+        output = fill(*self.shape, width, dtype=x.dtype, device=x.device)
+        if self.aligned is None:
+            return output
+        block_n, block_k = (128 if width >= 128 else block_at_least(width)), min(64, block_at_least(hidden))
+        if size == 4:
+            block_n, block_k = min(block_n, 64), min(block_k, 32)
+        stages = stages_that_fit(4, (self.block_m + block_n) * block_k * size, x.device)
+        shape = PairGemmShape(hidden, width, factor, self.block_m, block_n, block_k, stages)
+        grid = (self.blocks * triton.cdiv(width, block_n), 1, 1)
+        launch = Launch(
+            _moe_gemm_kernel, grid, (x.dtype,), x.stride(), {"SHAPE": shape}, num_warps=4, pdl=False, device=x.device
+        )
+        with on_device(x.get_device()):
+            counts = self.shape.numel(), self.blocks
+            launch(((x, weights, output), *self.aligned), counts, all_aligned(x, weights, output))
         return output
-
-
-@untraced
-def moe_pair_gemm(
-    output: Tensor, x: Tensor, weights: Tensor, sorted_token_ids: Tensor, expert_ids: Tensor,
-    num_tokens_post_pad: Tensor,
-    factor: int, block_m: int,
-) -> None:  # fmt: skip
-    """The product of one routing, aligned in blocks of ``block_m``: ``output [T, k, N]``, as `PairGroups.multiply`."""
-    _, width, hidden = weights.shape
-    pairs, blocks, size = output.shape[0] * output.shape[1], expert_ids.numel(), x.element_size()
-    block_n, block_k = (128 if width >= 128 else block_at_least(width)), min(64, block_at_least(hidden))
-    if size == 4:
-        block_n, block_k = min(block_n, 64), min(block_k, 32)
-    stages = stages_that_fit(4, (block_m + block_n) * block_k * size, x.device)
-    constants = {"SHAPE": PairGemmShape(hidden, width, factor, block_m, block_n, block_k, stages)}
-    grid = (blocks * triton.cdiv(width, block_n), 1, 1)
-    launch = Launch(_moe_gemm_kernel, grid, (x.dtype,), x.stride(), constants, num_warps=4, pdl=False, device=x.device)
-    tensors = ((x, weights, output), sorted_token_ids, expert_ids, num_tokens_post_pad)
-    with on_device(x.get_device()):
-        launch(tensors, (pairs, blocks), all_aligned(x, weights, output))

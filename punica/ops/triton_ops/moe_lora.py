@@ -21,28 +21,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.device import (
-    INDEX_POINTERS,
-    dot,
-    dot_of_shrunk,
-    pdl_wait,
-    pdl_wait_then_launch,
-    pick,
-    read_shrunk,
-)
+from punica.ops.triton_ops import device, moe_tiles
 from punica.ops.triton_ops.fp8_device import Quant, channel_scales, real_rows, real_weights
-from punica.ops.triton_ops.moe_tiles import (
-    COUNTS,
-    Pairs,
-    find_tile,
-    first_pair,
-    live,
-    pair_at,
-    pairs_of,
-    rank_of,
-    ranks_read,
-    slot_table,
-)
 
 
 class PairShape(NamedTuple):
@@ -53,7 +33,7 @@ class PairShape(NamedTuple):
     overwritten. vector: ranks that one load takes.
     """
 
-    pairs: Pairs
+    pairs: moe_tiles.Pairs
     rank: int
     slices: int
     has_ranks: bool
@@ -70,10 +50,8 @@ class PairShape(NamedTuple):
 
 
 class PairTile(NamedTuple):
-    """Schedule of a product: a constexpr of its kernel.
-
-    rows: pairs one by one. block_n, block_r: elements of K, or columns, and ranks. split_k: parts of K, which an expand
-    adds. tiles_n: blocks of columns of a program. joined: both slices share a read of x.
+    """Schedule of a product. rows: pairs one by one. block_n, block_r: elements of K, or columns, and ranks. split_k:
+    parts of K, which an expand adds. tiles_n: blocks of columns of a program. joined: slices share x.
     """
 
     rows: bool
@@ -97,17 +75,17 @@ def _shrink_rows(
     BLOCK_K: tl.constexpr = TILE.block_n
     STEPS: tl.constexpr = (SHAPE.k + BLOCK_K * TILE.split_k - 1) // (BLOCK_K * TILE.split_k)
     EVEN_K: tl.constexpr = SHAPE.k % (BLOCK_K * TILE.split_k) == 0
-    a_ptr = pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.k)
+    a_ptr = device.pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.k)
     offs_r = first_r + tl.arange(0, TILE.block_r)
     offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask_r = (offs_r < ranks_read(rank, SHAPE))[:, None]  # only the adapter's own are stored
+    mask_r = (offs_r < moe_tiles.ranks_read(rank, SHAPE))[:, None]  # only the adapter's own are stored
     mask_k = offs_k < (1 << 30 if EVEN_K else SHAPE.k)
     mask_a = mask_r & mask_k[None, :]
     a_ptrs = a_ptr + offs_r[:, None] * SHAPE.k + offs_k[None, :]
     a = tl.load(a_ptrs, mask=mask_a, other=0.0)  # [TILE.block_r, BLOCK_K]
     PAIRS: tl.constexpr = SHAPE.pairs
-    pair, num_rows = first_pair(first, sorted_ptr, pairs, PAIRS)
-    pdl_wait_then_launch(TILE.pdl)
+    pair, num_rows = moe_tiles.first_pair(first, sorted_ptr, pairs, PAIRS)
+    device.pdl_wait_then_launch(TILE.pdl)
     x = tl.load(x_ptr + pair // SHAPE.factor * stride_xt + offs_k * stride_xk, mask=mask_k, other=0.0)  # [BLOCK_K]
     for lane in tl.range(0, num_rows):
         row = pair // SHAPE.factor
@@ -128,7 +106,7 @@ def _shrink_rows(
             product += real_a * real_x[None, :]
         out_ptrs = out_ptr + pair * SHAPE.rank + offs_r
         if not SHAPE.pairs.naive:  # fetch the next pair's row before this one's sum is formed
-            pair = pair_at(first, tl.minimum(lane + 1, num_rows - 1), sorted_ptr, SHAPE.pairs.naive)
+            pair = moe_tiles.pair_at(first, tl.minimum(lane + 1, num_rows - 1), sorted_ptr, SHAPE.pairs.naive)
             x = tl.load(x_ptr + pair // SHAPE.factor * stride_xt + offs_k * stride_xk, mask=mask_k, other=0.0)
         total = tl.sum(product, 1)  # [TILE.block_r]
         if SHAPE.quant.format > 0:
@@ -153,18 +131,18 @@ def _shrink_tile(
     STEPS: tl.constexpr = (SHAPE.k + BLOCK_K * TILE.split_k - 1) // (BLOCK_K * TILE.split_k)
     EVEN_K: tl.constexpr = SHAPE.k % (BLOCK_K * TILE.split_k) == 0
     PAIRS: tl.constexpr = SHAPE.pairs
-    rows, valid = pairs_of(first, sorted_ptr, pairs, PAIRS)
-    a_ptr = pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.k)
+    rows, valid = moe_tiles.pairs_of(first, sorted_ptr, pairs, PAIRS)
+    a_ptr = device.pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.k)
     next_ptr = operands[LAST] + index * (SHAPE.rank * SHAPE.k)
     offs_r = first_r + tl.arange(0, BLOCK_R)
     offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + (rows // SHAPE.factor)[:, None] * stride_xt + offs_k[None, :] * stride_xk
     offs_a = offs_r[None, :] * SHAPE.k + offs_k[:, None]
     # a slice stores its own only
-    mask_r = (offs_r < ranks_read(tl.maximum(rank, rank_next), SHAPE))[None, :]
+    mask_r = (offs_r < moe_tiles.ranks_read(tl.maximum(rank, rank_next), SHAPE))[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     acc_next = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    pdl_wait_then_launch(TILE.pdl)
+    device.pdl_wait_then_launch(TILE.pdl)
     for step in tl.range(0, STEPS, num_stages=TILE.stages):
         jump = step * (BLOCK_K * TILE.split_k)
         mask_k = offs_k < (1 << 30 if EVEN_K else SHAPE.k - jump)
@@ -174,11 +152,11 @@ def _shrink_tile(
         x = real_rows(x, operands, (rows // SHAPE.factor)[:, None], (offs_k + jump)[None, :], mask_x, SHAPE, DTYPE)
         a = tl.load(a_ptr + offs_a, mask=mask_a, other=0.0)  # [BLOCK_K, BLOCK_R]
         a = real_weights(a, operands, slice_id, index, offs_n, offs_step, mask_a, SHAPE, DTYPE)
-        acc = dot(x, a, acc)
+        acc = device.dot(x, a, acc)
         if TILE.joined:
             b = tl.load(next_ptr + offs_a, mask=mask_a, other=0.0)
             b = real_weights(b, operands, LAST, index, offs_n, offs_step, mask_a, SHAPE, DTYPE)
-            acc_next = dot(x, b, acc_next)
+            acc_next = device.dot(x, b, acc_next)
         x_ptrs += BLOCK_K * TILE.split_k * stride_xk
         offs_a += BLOCK_K * TILE.split_k
     if SHAPE.quant.format > 0 and SHAPE.quant.group_k == 0:
@@ -190,7 +168,7 @@ def _shrink_tile(
         tl.store(out_ptr + partial + offs_out, acc_next, mask=valid[:, None] & (offs_r < rank_next)[None, :])
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=INDEX_POINTERS)
+@triton.jit(do_not_specialize=moe_tiles.COUNTS, do_not_specialize_on_alignment=device.INDEX_POINTERS)
 def moe_shrink_kernel(
     tensors, operands, sorted_ptr, experts_ptr, counts_ptr, mapping_ptr, enabled_ptr, ids_ptr, ranks_ptr,
     pairs, num_tiles, padded, blocks, strides,
@@ -206,16 +184,16 @@ def moe_shrink_kernel(
     slice_id = part // (TILE.split_k * R_BLOCKS)
     partial = pairs.to(tl.int64) * SHAPE.rank
     out_ptr += (pid_k * SHAPE.slices + slice_id) * partial
-    slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
-    pdl_wait(TILE.pdl, (tl.program_id(0) == 0) & (tile >= total))  # one waiting program keeps the chain transitive
+    slots, until, total = moe_tiles.slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
+    device.pdl_wait(TILE.pdl, (tl.program_id(0) == 0) & (tile >= total))  # one that waits keeps the chain transitive
     while tile < total:
         where = experts_ptr, mapping_ptr, enabled_ptr
-        slot, index, first, owner = find_tile(tile, (slots, until, total), where, padded, blocks, PAIRS)
-        rank = rank_of(ranks_ptr, slice_id, owner, SHAPE)
+        slot, index, first, owner = moe_tiles.find_tile(tile, (slots, until, total), where, padded, blocks, PAIRS)
+        rank = moe_tiles.rank_of(ranks_ptr, slice_id, owner, SHAPE)
         rank_next = rank
         if TILE.joined:
-            rank_next = rank_of(ranks_ptr, SHAPE.slices - 1, owner, SHAPE)
-        if (slot >= 0) & (first_r < ranks_read(tl.maximum(rank, rank_next), SHAPE)):
+            rank_next = moe_tiles.rank_of(ranks_ptr, SHAPE.slices - 1, owner, SHAPE)
+        if (slot >= 0) & (first_r < moe_tiles.ranks_read(tl.maximum(rank, rank_next), SHAPE)):
             place = slice_id, index, pid_k, first_r
             if TILE.rows:
                 _shrink_rows((x_ptr, out_ptr), operands, sorted_ptr, place, first, pairs, rank, strides, SHAPE, TILE)
@@ -225,7 +203,7 @@ def moe_shrink_kernel(
                     SHAPE, TILE,
                 )  # fmt: skip
         else:
-            pdl_wait(TILE.pdl, tl.program_id(0) == 0)
+            device.pdl_wait(TILE.pdl, tl.program_id(0) == 0)
         tile += num_tiles
 
 
@@ -241,27 +219,27 @@ def _expand_rows(
     offs_r = tl.arange(0, BLOCK_R)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     mask_n = offs_n < SHAPE.n
-    mask_r = offs_r < ranks_read(rank, SHAPE)
+    mask_r = offs_r < moe_tiles.ranks_read(rank, SHAPE)
     mask_b = mask_n[:, None] & mask_r[None, :]
-    b_ptr = pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.n)
+    b_ptr = device.pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.n)
     b = tl.load(b_ptr + offs_n[:, None] * SHAPE.rank + offs_r[None, :], mask=mask_b, other=0.0)  # [BLOCK_N, BLOCK_R]
     scale = channel_scales(operands, slice_id, index, offs_n, mask_n, 1, SHAPE)
     PAIRS: tl.constexpr = SHAPE.pairs
-    pair, num_rows = first_pair(first, sorted_ptr, pairs, PAIRS)
+    pair, num_rows = moe_tiles.first_pair(first, sorted_ptr, pairs, PAIRS)
     old = tl.zeros([BLOCK_N], y_ptr.dtype.element_ty)
     if SHAPE.add:
         old = tl.load(y_ptr + pair * strides[0] + offs_n, mask=mask_n, other=0.0)
-    pdl_wait_then_launch(TILE.pdl)
+    device.pdl_wait_then_launch(TILE.pdl)
     for lane in tl.range(0, num_rows):
-        h = read_shrunk(h_ptr + pair * SHAPE.rank + offs_r, mask_r, partial, TILE.split_k)  # [BLOCK_R]
-        h = live(h, offs_r, rank, SHAPE)
+        h = device.read_shrunk(h_ptr + pair * SHAPE.rank + offs_r, mask_r, partial, TILE.split_k)  # [BLOCK_R]
+        h = moe_tiles.live(h, offs_r, rank, SHAPE)
         if SHAPE.weighted:
             h *= tl.load(weights_ptr + pair).to(tl.float32)
         real_b = real_weights(b, operands, slice_id, index, offs_n[:, None], offs_r[None, :], mask_b, SHAPE, tl.float32)
-        product = live(real_b, offs_r[None, :], rank, SHAPE) * h[None, :]
+        product = moe_tiles.live(real_b, offs_r[None, :], rank, SHAPE) * h[None, :]
         before, y_ptrs = old.to(tl.float32), y_ptr + pair * strides[0] + offs_n
         if not SHAPE.pairs.naive:
-            pair = pair_at(first, tl.minimum(lane + 1, num_rows - 1), sorted_ptr, SHAPE.pairs.naive)
+            pair = moe_tiles.pair_at(first, tl.minimum(lane + 1, num_rows - 1), sorted_ptr, SHAPE.pairs.naive)
             if SHAPE.add:  # not of the last lane again: that one is being written
                 old = tl.load(y_ptr + pair * strides[0] + offs_n, mask=mask_n & (lane + 1 < num_rows), other=0.0)
         total = tl.sum(product, 1)  # [BLOCK_N]
@@ -272,30 +250,22 @@ def _expand_rows(
 
 
 @triton.jit
-def _factors_of(weights_ptrs, valid, SHAPE: tl.constexpr):
-    factors = tl.full(valid.shape, 1.0, tl.float32)
-    if SHAPE.weighted:
-        factors = tl.load(weights_ptrs, mask=valid, other=0.0).to(tl.float32)
-    return factors
-
-
-@triton.jit
 def _sum_of_rank_blocks(found, operands, place, rank, partial, acc, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """acc + h @ B^T of a tile and one block of columns, [BLOCK_M, BLOCK_N], over blocks of the true rank."""
     h_ptrs, b_ptrs, offs_n, valid, mask_n = found
     slice_id, index, _ = place
     BLOCK_R: tl.constexpr = TILE.block_r
     offs_r = tl.arange(0, BLOCK_R)
-    read = ranks_read(rank, SHAPE)
+    read = moe_tiles.ranks_read(rank, SHAPE)
     for first_r in tl.range(0, rank, BLOCK_R, num_stages=TILE.stages):
         lanes, left = offs_r < read - first_r, rank - first_r
-        h = read_shrunk(h_ptrs + first_r, valid[:, None] & lanes[None, :], partial, TILE.split_k)  # [BLOCK_M, BLOCK_R]
-        h = live(h, offs_r[None, :], left, SHAPE)
+        h = device.read_shrunk(h_ptrs + first_r, valid[:, None] & lanes[None, :], partial, TILE.split_k)
+        h = moe_tiles.live(h, offs_r[None, :], left, SHAPE)  # [BLOCK_M, BLOCK_R]
         mask_b = lanes[:, None] & mask_n[None, :]
         b = tl.load(b_ptrs + first_r, mask=mask_b, other=0.0)  # [BLOCK_R, BLOCK_N]
         ranks = (offs_r + first_r)[:, None]
         b = real_weights(b, operands, slice_id, index, offs_n[None, :], ranks, mask_b, SHAPE, SHAPE.dtype)
-        acc = dot_of_shrunk(h, live(b, offs_r[:, None], left, SHAPE), acc, SHAPE.dtype)
+        acc = device.dot_of_shrunk(h, moe_tiles.live(b, offs_r[:, None], left, SHAPE), acc, SHAPE.dtype)
     return acc
 
 
@@ -316,24 +286,26 @@ def _expand_tile(
     WHOLE: tl.constexpr = SHAPE.rank <= BLOCK_R
     AT_ONCE: tl.constexpr = TILE.tiles_n == 1 and WHOLE and BLOCK_M * BLOCK_N <= 4096
     PAIRS: tl.constexpr = SHAPE.pairs
-    rows, valid = pairs_of(first, sorted_ptr, pairs, PAIRS)
-    b_ptr = pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.n)
+    rows, valid = moe_tiles.pairs_of(first, sorted_ptr, pairs, PAIRS)
+    b_ptr = device.pick(operands, slice_id, SHAPE.slices) + index * (SHAPE.rank * SHAPE.n)
     offs_r = tl.arange(0, BLOCK_R)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     h_ptrs = h_ptr + rows[:, None] * SHAPE.rank + offs_r[None, :]
     b_ptrs = b_ptr + offs_r[:, None] + offs_n[None, :] * SHAPE.rank
     y_ptrs = y_ptr + rows[:, None] * strides[0] + offs_n[None, :]  # [BLOCK_M, BLOCK_N]
-    read = ranks_read(rank, SHAPE)
+    read = moe_tiles.ranks_read(rank, SHAPE)
     if AT_ONCE:
         columns = (offs_n < (1 << 30 if EVEN_N else SHAPE.n))[None, :]
         b = tl.load(b_ptrs, mask=(offs_r < read)[:, None] & columns, other=0.0)  # [BLOCK_R, BLOCK_N]
         if SHAPE.add:
             old = tl.load(y_ptrs, mask=valid[:, None] & columns, other=0.0)  # [BLOCK_M, BLOCK_N]
-    pdl_wait_then_launch(TILE.pdl)
-    factors = _factors_of(weights_ptr + rows, valid, SHAPE)  # [BLOCK_M]
+    device.pdl_wait_then_launch(TILE.pdl)
+    factors = tl.full(valid.shape, 1.0, tl.float32)  # [BLOCK_M]
+    if SHAPE.weighted:
+        factors = tl.load(weights_ptr + rows, mask=valid, other=0.0).to(tl.float32)
     if WHOLE:
-        h = read_shrunk(h_ptrs, valid[:, None] & (offs_r < read)[None, :], partial, TILE.split_k)  # [BLOCK_M, BLOCK_R]
-        h = live(h, offs_r[None, :], rank, SHAPE)
+        h = device.read_shrunk(h_ptrs, valid[:, None] & (offs_r < read)[None, :], partial, TILE.split_k)
+        h = moe_tiles.live(h, offs_r[None, :], rank, SHAPE)  # [BLOCK_M, BLOCK_R]
     for _ in tl.range(0, TILE.tiles_n, num_stages=TILE.stages if WHOLE else None):
         mask_n = offs_n < (1 << 30 if EVEN_N else SHAPE.n)
         mask_y = valid[:, None] & mask_n[None, :]
@@ -343,7 +315,7 @@ def _expand_tile(
             if not AT_ONCE:
                 b = tl.load(b_ptrs, mask=mask_b, other=0.0)
             real_b = real_weights(b, operands, slice_id, index, offs_n[None, :], offs_r[:, None], mask_b, SHAPE, DTYPE)
-            acc = dot_of_shrunk(h, live(real_b, offs_r[:, None], rank, SHAPE), acc, DTYPE)
+            acc = device.dot_of_shrunk(h, moe_tiles.live(real_b, offs_r[:, None], rank, SHAPE), acc, DTYPE)
         else:
             found = h_ptrs, b_ptrs, offs_n, valid, mask_n
             acc = _sum_of_rank_blocks(found, operands, place, rank, partial, acc, SHAPE, TILE)
@@ -360,7 +332,7 @@ def _expand_tile(
         y_ptrs += BLOCK_N
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=INDEX_POINTERS)
+@triton.jit(do_not_specialize=moe_tiles.COUNTS, do_not_specialize_on_alignment=device.INDEX_POINTERS)
 def moe_expand_kernel(
     tensors, operands, sorted_ptr, experts_ptr, counts_ptr, mapping_ptr, enabled_ptr, ids_ptr, ranks_ptr,
     pairs, num_tiles, padded, blocks, strides,
@@ -378,10 +350,10 @@ def moe_expand_kernel(
     total = tile + 1  # until the table is read: for every tile again, as it would hold registers meanwhile
     PAIRS: tl.constexpr = SHAPE.pairs
     while tile < total:
-        slots, until, total = slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
+        slots, until, total = moe_tiles.slot_table(counts_ptr, enabled_ptr, ids_ptr, pairs, padded, PAIRS)
         where = experts_ptr, mapping_ptr, enabled_ptr
-        slot, index, first, owner = find_tile(tile, (slots, until, total), where, padded, blocks, PAIRS)
-        rank = rank_of(ranks_ptr, slice_id, owner, SHAPE)
+        slot, index, first, owner = moe_tiles.find_tile(tile, (slots, until, total), where, padded, blocks, PAIRS)
+        rank = moe_tiles.rank_of(ranks_ptr, slice_id, owner, SHAPE)
         if (slot >= 0) & ((rank > 0) | (not SHAPE.add)):
             found, place = (h_ptr, y_ptr, weights_ptr), (slice_id, index, first_n)
             if TILE.rows:
@@ -389,5 +361,5 @@ def moe_expand_kernel(
             else:
                 _expand_tile(found, operands, sorted_ptr, place, first, pairs, rank, partial, strides, SHAPE, TILE)
         else:
-            pdl_wait(TILE.pdl, tl.program_id(0) == 0)
+            device.pdl_wait(TILE.pdl, tl.program_id(0) == 0)
         tile += num_tiles

@@ -20,7 +20,7 @@ from punica.ops.triton_ops.launch import all_aligned, on_device
 from punica.ops.triton_ops.moe_align import align_all
 from punica.ops.triton_ops.moe_plan import How, MoEPlan, plan_experts, site_config
 from punica.ops.triton_ops.op import untraced
-from punica.ops.weights import plans_of
+from punica.ops.weights import kept, plans_of
 
 _PLANS: dict[tuple, MoEPlan | None] = plans_of()
 
@@ -35,9 +35,7 @@ class TritonExpertOps:
         self.options = options
 
     def use_naive_assignment(self, pairs: int, active: int, weights: ExpertLoRAWeights) -> bool:
-        """Tell whether pairs are not aligned, through w13 of these weights and the w2 that follows. The numbers of a
-        tuned file are for aligned pairs.
-        """
+        """Tell whether pairs of this w13 and its w2 are not aligned; numbers of a tuned file are for aligned ones."""
         folder = self.options.tuned_dir if weights.site is not None else None
         tuned = folder is not None and load_lora_op_config("fused_moe_lora_w13_shrink", None, folder) is not None
         if tuned or self.options.batch_invariant:
@@ -79,11 +77,9 @@ def planned(given: Experts, max_lora_rank: int, top_k: int, switches: Switches, 
     key = (*map(_form, given), max_lora_rank, top_k, switches, how)
     if switches.fully_sharded:
         key += (collectives.current().world_size(), collectives.current().rank())
-    if key not in _PLANS:
-        if len(_PLANS) >= 4096:
-            _PLANS.clear()
-        _PLANS[key] = plan_experts(given, max_lora_rank, top_k, switches, how)
-    return _PLANS[key]
+    if key in _PLANS:
+        return _PLANS[key]
+    return kept(_PLANS, key, plan_experts(given, max_lora_rank, top_k, switches, how))
 
 
 def _form(value: Any) -> Any:

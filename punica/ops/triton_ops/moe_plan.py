@@ -215,7 +215,6 @@ def plan_experts(given: Experts, max_lora_rank: int, top_k: int, switches: Switc
 
 
 def _schedules(work: Work, how: How) -> list[Schedule]:
-    """Return shrink's and expand's, of the call's numbers (the fourth is unused), of tuned files, or of the rules."""
     if how.configs is not None and not work.invariant:
         return [Schedule(m, n, k, warps, stages, split) for m, n, k, _, warps, stages, split in how.configs]
     found = [site_config(how.site, part, work.form, how.options) for part in ("shrink", "expand")]

@@ -15,10 +15,8 @@ COUNTS = ["pairs", "num_tiles", "padded", "blocks"]
 
 
 class Pairs(NamedTuple):
-    """Assignment of pairs to slots and experts: a constexpr of the kernels.
-
-    naive: every pair is a tile of its own. num_ids: length of the list of slots in use (-1: no list, all slots).
-    block_slots: power of two >= that many slots.
+    """Assignment of pairs to slots and experts. naive: every pair is a tile. num_ids: length of the list of slots in
+    use (-1: no list, all slots). block_slots: power of two >= that many slots.
     """
 
     top_k: int

@@ -73,11 +73,7 @@ class KernelPlan(NamedTuple):
         self, source: Tensor, weights: Sequence[Tensor], target: Tensor, batch: Batch, lora_ranks: Tensor | None,
         aligned: bool, *numbers: float,
     ) -> None:  # fmt: skip
-        """Launch; ``numbers`` follow the counts.
-
-        A list's grid is that of the step at hand. In a captured graph it stays so; a later step with more to do is
-        served too, since the kernel's loop is persistent.
-        """
+        """Launch; ``numbers`` follow the counts. A list's grid is the step's; replayed, it serves larger ones too."""
         launch, sizes, height, per_tile, slices = self
         if height is None:
             mapping, order, counts, starts, ids = batch.tensors
@@ -94,10 +90,7 @@ def plan_tiles(
     launch: Callable[[Any, int], Launch], tile: Any, batch: Batch, sizes: tuple[int, int], per_tile: int,
     slices: int = 1, bare: int = 0,
 ) -> KernelPlan:  # fmt: skip
-    """Plan tiles of a step's list where it has one of their height, else a search, with ``bare`` tiles more.
-
-    launch: of a tile, with so many programs; sizes: rows and slots.
-    """
+    """Plan tiles of a step's list, else a search with ``bare`` tiles more. launch: of a tile; sizes: rows and slots."""
     if batch.listed and not bare and tile.block_m in HEIGHTS:
         height = HEIGHTS.index(tile.block_m)
         return KernelPlan(

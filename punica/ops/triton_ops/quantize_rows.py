@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from punica.ops.expect import WITH_DOUBLE, expect
-from punica.ops.quant import E4M3, FP8_MAX, LEAST
+from punica.ops.quant import E4M3, FP8_MAX, LEAST, scale_shape
 from punica.ops.triton_ops.fp8_device import as_operand, narrowed
 from punica.ops.triton_ops.launch import Launch, block_at_least, on_device
 from punica.ops.triton_ops.op import check_runnable, untraced
@@ -26,9 +26,8 @@ MOST_COLUMNS = 8192
 
 
 class _Shape(NamedTuple):
-    """Shape and schedule of the kernel, and the FP8 format: its constexpr.
-
-    rows: of a program, with ``block`` of the ``group`` columns at a time. limit: largest FP8 value; least: of scales.
+    """Shape and schedule of the kernel, and the FP8 format. rows: of a program, with ``block`` of the ``group`` columns
+    at a time. limit: largest FP8 value; least: of scales.
     """
 
     columns: int
@@ -124,12 +123,9 @@ def quantize_rows(inputs: Tensor, values: Tensor, scale: Tensor, group_k: int = 
     expect("inputs", inputs, dtype=WITH_DOUBLE)
     expect("values", values, dtype=tuple(FP8_MAX))
     expect("scale", scale, dtype=(torch.float32,))
-    wanted = _scale_shape(inputs, group_k)
+    wanted = scale_shape(inputs, group_k)
     if values.shape != inputs.shape or tuple(scale.shape) != wanted:
-        raise ValueError(
-            f"values has shape {tuple(values.shape)} and scale {tuple(scale.shape)}; inputs of {tuple(inputs.shape)} "
-            f"need {tuple(inputs.shape)} and {wanted}"
-        )
+        raise ValueError(f"shapes {tuple(values.shape)} and {tuple(scale.shape)} must be inputs' and {wanted}")
     if not (values.is_contiguous() and scale.is_contiguous()):
         raise ValueError(f"values has strides {values.stride()} and scale {scale.stride()}; both must be contiguous")
     check_runnable(inputs.device)
@@ -146,14 +142,8 @@ def quantized_rows(x: Tensor, group_k: int = 0, dtype: torch.dtype = E4M3) -> tu
     """Quantise as `punica.ops.quant.quantize_per_token`, without its check of values."""
     expect("x", x, dtype=WITH_DOUBLE)
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty(_scale_shape(x, group_k), dtype=torch.float32, device=x.device)
+    scale = torch.empty(scale_shape(x, group_k), dtype=torch.float32, device=x.device)
     if not x.shape[-1]:
         scale.fill_(LEAST / FP8_MAX[dtype])
     quantize_rows(x, values, scale, group_k)
     return values, scale
-
-
-def _scale_shape(x: Tensor, group_k: int) -> tuple[int, int]:
-    if x.ndim not in (2, 3) or group_k < 0:
-        raise ValueError(f"inputs of shape {tuple(x.shape)} with group_k {group_k}; expected [T, K] or [n, T, K], >= 0")
-    return x.shape[-2], -(-x.shape[-1] // group_k) if group_k else 1

@@ -63,10 +63,6 @@ class Problem(NamedTuple):
     invariant: bool = False
     direct: bool = False
 
-    @property
-    def has_segments(self) -> bool:
-        return self.rows > 1 and self.shape.longest > 1
-
 
 class Gpu(NamedTuple):
     """Multiprocessors, bytes of shared memory that a program may use, and bytes per microsecond of the memory."""
@@ -185,7 +181,7 @@ def expand_schedules(problem: Problem) -> Iterator[Schedule]:
 
 def _tile_rows(problem: Problem) -> Iterator[int]:
     """Yield heights of tiles: up to the one that holds the longest segment; none where every segment is a row."""
-    if problem.has_segments:
+    if problem.rows > 1 and problem.shape.longest > 1:
         for rows in TILE_ROWS:
             if rows == TILE_ROWS[0] or rows < 2 * problem.shape.longest:
                 yield rows
@@ -248,7 +244,8 @@ def expand_us(problem: Problem, schedule: Schedule, partials: int, gpu: Gpu) -> 
     unique = (problem.element * problem.shape.adapters * rank + OUTPUT * rows) * columns / gpu.memory
     blocks = sum(cdiv(width, schedule.block_n * schedule.tiles_n) for width in problem.widths)
     if not schedule.block_m:
-        lanes = cdiv(_true_rank(rank), schedule.block_k) * schedule.block_k
+        true_rank = max(min(rank, TRUE_RANK), rank // 4)  # of wide slots adapters fill a part
+        lanes = cdiv(true_rank, schedule.block_k) * schedule.block_k
         each = schedule.block_n * (lanes * problem.element + OUTPUT) + partials * lanes * PARTIAL
         resident = _resident(schedule, schedule.block_n * schedule.block_k)
         passes = cdiv(rank, schedule.block_k)
@@ -267,22 +264,15 @@ def expand_us(problem: Problem, schedule: Schedule, partials: int, gpu: Gpu) -> 
 def _us(
     programs: int, resident: int, loaded: float, chain: float, unique: float, gpu: Gpu, passes: int = 1
 ) -> float:  # fmt: skip
-    """Estimate microseconds of ``programs`` programs, of which ``resident`` fit a multiprocessor: each loads ``loaded``
-    bytes and takes ``chain`` microseconds of dependent steps; ``unique``: microseconds of the bytes that memory must
-    move.
+    """Estimate microseconds of ``programs`` programs, ``resident`` on a multiprocessor: each loads ``loaded`` bytes and
+    takes ``chain`` microseconds of dependent steps; ``unique``: those of the bytes that memory must move.
     """
     rounds = max(1, cdiv(programs, gpu.multiprocessors * resident))
     each = cdiv(programs, gpu.multiprocessors)
     return ROUND * rounds * passes + PROGRAM * each + max(each * loaded / SM_RATE, rounds * chain, unique)
 
 
-def _true_rank(rank: int) -> int:
-    """Return the rank that adapters in slots of ``rank`` are expected to have: of wide slots they fill a part."""
-    return max(min(rank, TRUE_RANK), rank // 4)
-
-
 def _resident(schedule: Schedule, elements: int) -> int:
-    """Return the GEMV programs of a multiprocessor, each with so many weights in its registers."""
     return int(max(1, min(REGISTERS / (2 * elements), MOST_WARPS // max(2, schedule.num_warps))))
 
 

@@ -12,27 +12,8 @@ schedule (batch invariance).
 import triton
 import triton.language as tl
 
-from punica.ops.triton_ops.device import (
-    INTERPRETED,
-    accumulator,
-    dot,
-    pdl_launch_dependents,
-    pdl_wait,
-    pdl_wait_or_barrier,
-    pdl_wait_then_launch,
-    pick,
-    product,
-    rank_of,
-    result,
-    rows_of_tile,
-)
-from punica.ops.triton_ops.fp8_device import (
-    activation_scale_ptrs,
-    block_scale_ptrs,
-    channel_scales,
-    row_scaled,
-    upcast,
-)
+from punica.ops.triton_ops import device
+from punica.ops.triton_ops.fp8_device import activation_scale_ptrs, block_scale_ptrs, channel_scales, row_scaled, upcast
 
 
 @triton.jit
@@ -64,10 +45,7 @@ def _multiply(a, x, operands, place, offs_r, offs_k, mask, SHAPE: tl.constexpr):
 
 @triton.jit
 def _sum_steps(loaded, pointers, operands, place, offsets, masks, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Sum products [BLOCK_R, BLOCK_K] of one block of ranks over the steps of a K split.
-
-    loaded: A and x of the first step; pointers: of both, and the stride of x along K.
-    """
+    """Sum products [BLOCK_R, BLOCK_K] over a K split. loaded: first blocks of A and x; pointers: also x's K stride."""
     a, x = loaded
     a_ptrs, x_ptrs, stride_xk = pointers
     offs_r, offs_k = offsets
@@ -105,21 +83,21 @@ def shrink_row(tensors, operands, place, block, call, strides, SHAPE: tl.constex
     BLOCK_K: tl.constexpr = ROW.block_k
     LOOP: tl.constexpr = ROW.programs * BLOCK_R < SHAPE.rank
     WHOLE: tl.constexpr = SHAPE.has_ranks and SHAPE.rank <= 16
-    rank = rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
+    rank = device.rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
     lanes = tl.where(slot >= 0, SHAPE.rank, 0) if WHOLE else rank
     first_r = pid_r * BLOCK_R
     offs_r = first_r + tl.arange(0, BLOCK_R)
     out_ptrs = out_ptr + ((pid_k * SHAPE.slices + slice_id) * num_tokens.to(tl.int64) + row) * SHAPE.out_rank + offs_r
     if first_r < lanes:
         offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
-        a_ptr = pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * (SHAPE.rank * SHAPE.k)
+        a_ptr = device.pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * (SHAPE.rank * SHAPE.k)
         a_ptrs = a_ptr + offs_r[:, None] * SHAPE.stride_r + offs_k[None, :] * SHAPE.stride_k  # [BLOCK_R, BLOCK_K]
         x_ptrs = x_ptr + row * stride_xt + offs_k * stride_xk  # [BLOCK_K]
         mask_k = offs_k < (1 << 30 if SHAPE.k % (BLOCK_K * TILE.split_k) == 0 else SHAPE.k)
         a = tl.load(a_ptrs, mask=(offs_r < lanes)[:, None] & mask_k[None, :], other=0.0)  # [BLOCK_R, BLOCK_K]
         scale = channel_scales(operands, slice_id, slot, offs_r, offs_r < lanes, SHAPE.rank, SHAPE)  # [BLOCK_R]
-        pdl_wait_or_barrier(TILE.pdl)  # A was written long before; x may be the predecessor's
-        pdl_launch_dependents(TILE.pdl)  # after the wait: expand reads early what the predecessor writes, y
+        device.pdl_wait_or_barrier(TILE.pdl)  # A was written long before; x may be the predecessor's
+        device.pdl_launch_dependents(TILE.pdl)  # after the wait: expand reads early what the predecessor writes, y
         x = _read_x(x_ptrs, operands, row, offs_k, mask_k, SHAPE)  # [BLOCK_K]
         for _ in tl.range(first_r, lanes if LOOP else first_r + 1, ROW.programs * BLOCK_R):
             masks = ((offs_r < lanes)[:, None], mask_k)
@@ -137,7 +115,7 @@ def shrink_row(tensors, operands, place, block, call, strides, SHAPE: tl.constex
             store_shrunk(out_ptrs, sums, mask_out, SHAPE.accumulate)
             out_ptrs += ROW.programs * BLOCK_R
     else:
-        pdl_wait(TILE.pdl, pdl_anchor)
+        device.pdl_wait(TILE.pdl, pdl_anchor)
         if SHAPE.direct and not SHAPE.accumulate:
             tl.store(out_ptrs, tl.zeros([BLOCK_R], out_ptr.dtype.element_ty), mask=offs_r < SHAPE.rank)
 
@@ -165,7 +143,7 @@ def _pads_ranks(shape, tile):
 
 @triton.jit
 def _batched_dot(a, b, acc):
-    if INTERPRETED:
+    if device.INTERPRETED:
         acc += tl.sum(a.to(tl.float32)[:, :, :, None] * b.to(tl.float32)[:, None, :, :], 2)
     else:
         acc = tl.dot(a, b, acc, input_precision="ieee")
@@ -198,12 +176,12 @@ def _sum_by_warps(x_ptr, a_lanes, rows, masks, pid_k, strides, SHAPE: tl.constex
     # a [WARPS, BLOCK_R, PART], x [WARPS, PART, BLOCK_M]
     if STEPS == 1:
         a = tl.load(a_ptrs, mask=mask_r & (offs_ak < QUARTER) & (first_k + offs_ak < SHAPE.k), other=0.0)
-        pdl_wait_then_launch(TILE.pdl)
+        device.pdl_wait_then_launch(TILE.pdl)
         x = tl.load(x_ptrs, mask=mask_rows & (offs_xk < QUARTER) & (first_k + offs_xk < SHAPE.k), other=0.0)
         x = upcast(x, QUANT.x_format, DTYPE)
         acc = _batched_dot(upcast(a, QUANT.format, DTYPE), x, acc)
     else:
-        pdl_wait_then_launch(TILE.pdl)
+        device.pdl_wait_then_launch(TILE.pdl)
         for step in tl.range(0, STEPS, num_stages=TILE.stages):
             left = QUARTER - step * PART
             end = SHAPE.k - step * PART
@@ -222,12 +200,12 @@ def _single_step(x_ptrs, a_ptrs, offs_k, masks, SHAPE: tl.constexpr, TILE: tl.co
     mask_m, mask_lanes = masks
     QUANT: tl.constexpr = SHAPE.quant
     DTYPE: tl.constexpr = dtype_of_product(x_ptrs.dtype.element_ty, QUANT)
-    acc = accumulator(TILE.block_m, TILE.block_r)
+    acc = device.accumulator(TILE.block_m, TILE.block_r)
     mask_k = offs_k < (1 << 30 if _even_k(SHAPE, TILE) else SHAPE.k)
     a = tl.load(a_ptrs, mask=mask_lanes[None, :] & mask_k[:, None], other=0.0)  # [BLOCK_K, BLOCK_R]
-    pdl_wait_then_launch(TILE.pdl)
+    device.pdl_wait_then_launch(TILE.pdl)
     x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)  # [BLOCK_M, BLOCK_K]
-    return dot(upcast(x, SHAPE.quant.x_format, DTYPE), upcast(a, SHAPE.quant.format, DTYPE), acc)
+    return device.dot(upcast(x, SHAPE.quant.x_format, DTYPE), upcast(a, SHAPE.quant.format, DTYPE), acc)
 
 
 @triton.jit
@@ -261,7 +239,6 @@ def _block_scaled(part, block, operands, place, rows, masks, SHAPE: tl.constexpr
 @triton.jit
 def _sum_over_k(pointers, operands, place, pid_k, rows, masks, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """Compute sums [BLOCK_M, BLOCK_R] of one K split; a block of K with a scale of its own is a product of its own.
-
     pointers: of x and A, and the strides of x; place: slice, slot and ranks.
     """
     x_ptrs, a_ptrs, strides = pointers
@@ -270,29 +247,27 @@ def _sum_over_k(pointers, operands, place, pid_k, rows, masks, SHAPE: tl.constex
     DTYPE: tl.constexpr = dtype_of_product(x_ptrs.dtype.element_ty, QUANT)
     STRIDE: tl.constexpr = TILE.block_k * TILE.split_k
     offs_k = pid_k * TILE.block_k + tl.arange(0, TILE.block_k)
-    acc = accumulator(TILE.block_m, TILE.block_r, TILE.swap_ab and QUANT.group_k == 0)
+    acc = device.accumulator(TILE.block_m, TILE.block_r, TILE.swap_ab and QUANT.group_k == 0)
     # An opaque wait where it was measured to gain, of high tiles. torch knows no negative strides.
-    pdl_wait(TILE.pdl, TILE.block_m < 64 or stride_xt >= 0)
-    pdl_launch_dependents(TILE.pdl)
+    device.pdl_wait(TILE.pdl, TILE.block_m < 64 or stride_xt >= 0)
+    device.pdl_launch_dependents(TILE.pdl)
     for step in tl.range(0, (SHAPE.k + STRIDE - 1) // STRIDE, num_stages=TILE.stages):
         x, a = _read_block(x_ptrs, a_ptrs, offs_k, SHAPE.k - step * STRIDE, masks, SHAPE, TILE)
         x, a = upcast(x, QUANT.x_format, DTYPE), upcast(a, QUANT.format, DTYPE)
         if QUANT.group_k > 0:
             block = (pid_k + step * TILE.split_k) * TILE.block_k // QUANT.group_k
-            acc += _block_scaled(product(x, a, TILE), block, operands, place, rows, masks, SHAPE)
+            acc += _block_scaled(device.product(x, a, TILE), block, operands, place, rows, masks, SHAPE)
         else:
-            acc = dot(x, a, acc, TILE.swap_ab)
+            acc = device.dot(x, a, acc, TILE.swap_ab)
         x_ptrs += STRIDE * stride_xk
         a_ptrs += STRIDE * SHAPE.stride_k
-    return acc if QUANT.group_k > 0 else result(acc, TILE.swap_ab)
+    return acc if QUANT.group_k > 0 else device.result(acc, TILE.swap_ab)
 
 
 @triton.jit
 def shrink_tile(tensors, operands, tile, place, call, strides, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Compute the rows of one tile x block_r ranks x one K split. Slots of up to 16 ranks are read whole.
-
-    tile: sorted rows, and slot, first sorted position and number of rows of the tile; place: K split, first rank and
-    slice; call: of `shrink_row`.
+    """Compute the rows of one tile x block_r ranks x one K split. tile: sorted rows, and slot, first sorted position
+    and number of rows of the tile; place: K split, first rank and slice; call: of `shrink_row`.
     """
     x_ptr, out_ptr = tensors
     sorted_ptr, found = tile
@@ -304,17 +279,17 @@ def shrink_tile(tensors, operands, tile, place, call, strides, SHAPE: tl.constex
     WHOLE: tl.constexpr = SHAPE.has_ranks and SHAPE.rank <= 16
     LOOSE: tl.constexpr = _pads_ranks(SHAPE, TILE)
     lane = first_r + tl.arange(0, TILE.block_r)
-    rank = rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
+    rank = device.rank_of(ranks_ptr, slice_id, slot, num_slots, SHAPE)
     needed = slot >= 0
     if not (SHAPE.direct or WHOLE):
         needed &= first_r < rank
     if needed:
-        rows, mask_m = rows_of_tile(sorted_ptr, found, TILE.block_m)
+        rows, mask_m = device.rows_of_tile(sorted_ptr, found, TILE.block_m)
         offs_k = pid_k * TILE.block_k + tl.arange(0, TILE.block_k)
         lane_read = lane
         if LOOSE:
             lane_read = tl.minimum(lane, rank - 1)
-        a_lanes = pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * (SHAPE.rank * SHAPE.k)
+        a_lanes = device.pick(operands, slice_id, SHAPE.slices) + slot.to(tl.int64) * (SHAPE.rank * SHAPE.k)
         a_lanes += lane_read * SHAPE.stride_r  # [BLOCK_R]
         a_ptrs = a_lanes[None, :] + offs_k[:, None] * SHAPE.stride_k  # [BLOCK_K, BLOCK_R]
         x_ptrs = x_ptr + rows[:, None] * stride_xt + offs_k[None, :] * stride_xk  # [BLOCK_M, BLOCK_K]
@@ -339,4 +314,4 @@ def shrink_tile(tensors, operands, tile, place, call, strides, SHAPE: tl.constex
         lanes_out = SHAPE.rank if SHAPE.direct else (rank + 3) // 4 * 4 if LOOSE else rank
         store_shrunk(out_ptrs, acc * factor, mask_m[:, None] & (lane < lanes_out)[None, :], SHAPE.accumulate)
     else:
-        pdl_wait(TILE.pdl, pdl_anchor)
+        device.pdl_wait(TILE.pdl, pdl_anchor)

@@ -85,9 +85,7 @@ def _check(slots: Sequence[Tensor], ranks: Sequence[Tensor]) -> None:
 @triton.jit
 def _write_tile(part, slot, tile, BLOCK: tl.constexpr, UNIT: tl.constexpr):
     """Write one tile of a slot whose rows are longer than the part's, ``UNIT`` neighbours at a time: all live or all
-    zero.
-
-    part: pointer, rows and columns; slot: pointer, elements and columns.
+    zero. part: pointer, rows and columns; slot: pointer, elements and columns.
     """
     part_ptr, part_rows, part_cols = part
     target_ptr, slot_size, cols = slot
@@ -146,17 +144,14 @@ def _slot_write_kernel(
 
 
 def write_slot(image: Tensor, table: SlotTable, index: int) -> None:
-    """Replace slot ``index`` on all layers of ``table`` by ``image`` (uint8), asynchronously on the current stream.
-
-    The image is in page-locked host memory, or on the table's device. It must stay alive and unchanged until the
-    kernel has ended. ValueError: an index out of range, or an image elsewhere.
+    """Replace slot ``index`` on all layers by ``image`` (uint8), in page-locked memory or on the device,
+    asynchronously; it stays alive and unchanged until the kernel has ended. ValueError: an index out of range, or an
+    image elsewhere.
     """
     if not 0 <= index < table.num_slots:
         raise ValueError(f"index must be a slot in [0, {table.num_slots}), got {index}")
     if image.device != table.device and not image.is_pinned():
-        raise ValueError(
-            f"image is on {image.device}, the slots are on {table.device}; pin its memory, or copy it there"
-        )
+        raise ValueError(f"image is on {image.device}, the slots on {table.device}; pin its memory, or copy it")
     with on_device(table.table.get_device()):
         tensors = (table.table, table.tiles, image.view(torch.int64), image.view(table.dtype))
         table.launch(tensors, (index, len(table.tiles)), all_aligned(image))

@@ -11,20 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from punica.metadata import LoRABatch, MixedBatch
-from punica.ops import triton_ops
+from punica.ops import interface, triton_ops
 from punica.ops.expect import FLOATS, WITH_DOUBLE, check_scale, expect
-from punica.ops.interface import (
-    ALONE,
-    Beside,
-    add_low_rank,
-    check_equal_rows,
-    check_expand,
-    check_input,
-    check_last_stride,
-    check_output,
-    check_shrink,
-    low_rank_of,
-)
+from punica.ops.interface import ALONE, Beside
 from punica.ops.quant import WITH_FP8
 from punica.ops.scales import ACTIVATIONS, check_activation
 from punica.ops.triton_ops.backbone.skinny_gemm import skinny_gemm
@@ -47,9 +36,7 @@ from punica.ops.triton_ops.op import check_runnable
 from punica.ops.triton_ops.plan import Batch, KernelPlan, operands_of
 from punica.ops.triton_ops.quantize_rows import quantized_rows
 from punica.ops.triton_ops.schedules import Problem
-from punica.ops.weights import FLAT, STEP, LoRAWeights, Names, Stack, check_stored, is_traced
-
-_MOST_PLANS = 4096  # of one form of weights; a full table starts anew
+from punica.ops.weights import FLAT, STEP, LoRAWeights, Names, Stack, check_stored, is_traced, kept
 
 
 class TritonOps:
@@ -76,7 +63,7 @@ class TritonOps:
         key = ("shrink", *_call(x, y, batch, scale), accumulate, _form_of(x_scale), self.options)
         plan = a.plans.get(key, _UNKNOWN)
         if plan is _UNKNOWN:
-            plan = _kept(a.plans, key, self._plan_shrink(y, x, a, batch, accumulate, x_scale))
+            plan = kept(a.plans, key, self._plan_shrink(y, x, a, batch, accumulate, x_scale))
         if plan is not None:
             aligned = _aligned(x, y, x_scale, a.low_bits)
             with on_device(x.get_device()):
@@ -97,7 +84,7 @@ class TritonOps:
         key = ("expand", *_call(x, y, batch), offset_start, add_inputs, _form_of(x_scale), self.options)
         plan = b.plans.get(key, _UNKNOWN)
         if plan is _UNKNOWN:
-            plan = _kept(b.plans, key, self._plan_expand(y, x, b, batch, (offset_start, add_inputs), x_scale))
+            plan = kept(b.plans, key, self._plan_expand(y, x, b, batch, (offset_start, add_inputs), x_scale))
         if plan is not None:
             aligned = _aligned(x, y, x_scale, b.low_bits)
             with on_device(x.get_device()):
@@ -130,7 +117,7 @@ class TritonOps:
         )  # fmt: skip
         plan = weights.plans.get(key, _UNKNOWN)
         if plan is _UNKNOWN:
-            plan = _kept(weights.plans, key, self._plan_linear(y, x, weights, batch, add_inputs, beside))
+            plan = kept(weights.plans, key, self._plan_linear(y, x, weights, batch, add_inputs, beside))
         if plan is not None:
             bits = a.low_bits | b.low_bits
             for one in base:
@@ -144,18 +131,18 @@ class TritonOps:
         x_scale: Tensor | None, beside: Beside,
     ) -> None:  # fmt: skip
         names, a, base = _names(batch), weights.a.form.stored, describe_base(beside.base)
-        check_equal_rows(names, x, y)
+        interface.check_equal_rows(names, x, y)
         if not x.shape[0]:
             return
         if base is not None:  # y is written in front of the checks of shrink and expand
             check_base(base, x, y)
-            check_input(names, x, a)
-            check_output(names, y, weights.b.form.stored, 0)
-            check_last_stride(names.output, y)
+            interface.check_input(names, x, a)
+            interface.check_output(names, y, weights.b.form.stored, 0)
+            interface.check_last_stride(names.output, y)
             skinny_gemm(y, x, *beside.base)
         with nullcontext() if beside.aside is None else beside.aside():
-            low = low_rank_of(self, x, weights, batch, scale, x_scale)
-        add_low_rank(self, y, low, weights, batch, add_inputs)
+            low = interface.low_rank_of(self, x, weights, batch, scale, x_scale)
+        interface.add_low_rank(self, y, low, weights, batch, add_inputs)
 
     def mix(self, y: Tensor, x: Tensor, weights: LoRAWeights, mixed: MixedBatch) -> None:
         """Run both launches of `punica.ops.triton_ops.mixture`. NotImplementedError: FP8, or under a graph tracer."""
@@ -167,7 +154,7 @@ class TritonOps:
         key = ("mix", _form_of(x), _form_of(y), self.options)
         plan = weights.plans.get(key, _UNKNOWN)
         if plan is _UNKNOWN:
-            plan = _kept(weights.plans, key, plan_mix(y, x, weights, self.options.pdl))
+            plan = kept(weights.plans, key, plan_mix(y, x, weights, self.options.pdl))
         if plan is not None:
             plan.run(y, x, weights, mixed)
 
@@ -192,7 +179,7 @@ class TritonOps:
         names, form, stored = _names(batch), a.form, a.form.stored
         check_stored(a, names.a)
         expect(names.input, x, dtype=WITH_FP8)
-        x_strides = check_shrink(names, y, x, form, x_scale, FLOATS)
+        x_strides = interface.check_shrink(names, y, x, form, x_scale, FLOATS)
         check_group_k(form.scheme, stored.widths[0])
         tokens, k = x.shape
         expect(names.output, y, contiguous=True)
@@ -211,9 +198,9 @@ class TritonOps:
         names, form, stored, (offset_start, add_inputs) = _names(batch), b.form, b.form.stored, where
         check_stored(b, names.b)
         expect(names.input, x, dtype=WITH_FP8)
-        x_strides = check_expand(names, y, x, form, offset_start, x_scale, FLOATS)
+        x_strides = interface.check_expand(names, y, x, form, offset_start, x_scale, FLOATS)
         check_group_k(form.scheme, stored.rank)
-        check_last_stride(names.output, y)
+        interface.check_last_stride(names.output, y)
         tokens, rank, width = y.shape[0], stored.rank, max(stored.widths)
         batch.check_tensors(tokens, x.device)
         if 0 in (tokens, rank, batch.max_segments, width):
@@ -233,11 +220,11 @@ class TritonOps:
         a = form.stored
         expect(names.input, x, dtype=WITH_FP8)
         check_activation(names.input, x, None, a.widths[0], form.scheme, a)
-        check_input(names, x, a)
-        check_output(names, y, b, 0)
-        check_last_stride(names.output, y)
+        interface.check_input(names, x, a)
+        interface.check_output(names, y, b, 0)
+        interface.check_last_stride(names.output, y)
         tokens, k = x.shape
-        check_equal_rows(names, x, y)
+        interface.check_equal_rows(names, x, y)
         base = describe_base(beside.base)
         if base is not None:
             check_base(base, x, y)
@@ -276,13 +263,6 @@ class TritonOps:
 
 
 _UNKNOWN: Any = object()
-
-
-def _kept(plans: dict[tuple, Any], key: tuple, plan: Any) -> Any:
-    if len(plans) >= _MOST_PLANS:
-        plans.clear()
-    plans[key] = plan
-    return plan
 
 
 def _call(x: Tensor, y: Tensor, batch: Batch, scale: float = 1.0) -> tuple:

@@ -28,9 +28,7 @@ def key_of(problem: Problem) -> str:
 
 @functools.cache
 def read_table(gpu_name: str) -> dict[str, dict[str, Schedule]]:
-    """Return the measured schedules of a GPU by key and op; empty without a table. ValueError: an entry of another
-    form.
-    """
+    """Return a GPU's measured schedules by key and op; empty without a table. ValueError: another entry."""
     path = FOLDER / table_name(gpu_name)
     if not path.is_file():
         return {}

@@ -50,7 +50,7 @@ def lora_shrink(given: Given) -> None:
     Rows at slot -1: 0, or unchanged with ``accumulate``. With the no-adapter flag set nothing is written. TypeError for
     dtypes, ValueError for shapes, ranges and devices, before any write.
     """
-    _shrink(given)
+    _product(given, "shrink", "lora_a_weights", "scaling", "accumulate")
 
 
 @flat_op(
@@ -69,7 +69,7 @@ def lora_shrink_fp8(given: Given) -> None:
         a_scale: float32, one element, [T], [T, 1], or block-wise [T, ceil(K/group_k)].
         group_k, group_n: block sizes; group_k a power of two >= 16, or at least K.
     """
-    _shrink(given)
+    _product(given, "shrink", "lora_a_weights", "scaling", "accumulate")
 
 
 @flat_op(
@@ -90,7 +90,7 @@ def lora_expand(given: Given) -> None:
     The other arguments and the errors are those of `lora_shrink`. Rows at slot -1 and all other columns are never
     written.
     """
-    _expand(given)
+    _product(given, "expand", "lora_b_weights", "offset_start", "add_inputs")
 
 
 @flat_op(
@@ -106,7 +106,7 @@ def lora_expand_fp8(given: Given) -> None:
             ceil(r/group_k)] (block-wise); a 1 may follow L; any strides.
         a_scale: K is the rank; all slices of a row share its scales.
     """
-    _expand(given)
+    _product(given, "expand", "lora_b_weights", "offset_start", "add_inputs")
 
 
 @flat_op(
@@ -145,22 +145,19 @@ def lora_linear(given: Given) -> None:
 
 
 class TensorBatch(NamedTuple):
-    """A step given by its tensors: a `punica.ops.triton_ops.plan.Batch`, built by `given`.
-
-    ``shape``: as far as it can be told, with the rows spread evenly.
-    """
+    """A step given by its tensors, a `punica.ops.triton_ops.plan.Batch`; ``shape`` with the rows spread evenly."""
 
     tensors: tuple[Tensor, ...]
     max_segments: int
     no_lora: bool
     form: tuple
     shape: StepShape
+    listed: bool = False  # there are no lists of tiles (`punica.metadata.rows`)
 
     @classmethod
     def given(cls, *tensors: Tensor, flag: Tensor, count: int | Tensor | None) -> "TensorBatch":
-        """Build a step from the five tensors, the no-adapter flag and the active count (None: all entries of the ids).
-
-        With the flag set nothing else is looked at. `check_tensors` checks the tensors, once per ``form``.
+        """Build a step from five tensors, the no-adapter flag (set: nothing else is looked at) and the active count
+        (None: all entries of the ids). `check_tensors` checks the tensors, once per ``form``.
         """
         if not isinstance(flag, Tensor) or flag.numel() != 1 or flag.dtype != torch.bool or flag.device.type != "cpu":
             what = f"{flag.dtype} {tuple(flag.shape)} on {flag.device}" if isinstance(flag, Tensor) else repr(flag)
@@ -171,11 +168,6 @@ class TensorBatch(NamedTuple):
         form = tuple([(t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors])
         active = entries if count is None else _active(count, entries)
         return cls(tensors, active, False, form, StepShape.even(active, tensors[0].numel()))
-
-    @property
-    def listed(self) -> bool:
-        """False: the tensors come without lists of tiles (`punica.metadata.rows`)."""
-        return False
 
     def tiles(self, height: int) -> tuple[Any, ...]:
         """Raise RuntimeError: tensors come without lists."""
@@ -201,20 +193,13 @@ def _active(count: Any, entries: int) -> int:
     return number
 
 
-def _shrink(given: Given) -> None:
+def _product(given: Given, name: str, weights: str, *options: str) -> None:
+    """Run shrink or expand with those of the arguments that only it has."""
     batch = _step(given)
     if not batch.no_lora:
-        a, output = _stack(given, -2, "lora_a_weights"), given["output_tensor"]
-        ops, x_scale = TritonOps(_options(given)), given.get("a_scale")
-        ops.shrink(output, given["inputs"], a, batch, given["scaling"], given["accumulate"], x_scale)
-
-
-def _expand(given: Given) -> None:
-    batch = _step(given)
-    if not batch.no_lora:
-        b, output = _stack(given, -1, "lora_b_weights"), given["output_tensor"]
-        ops, x_scale = TritonOps(_options(given)), given.get("a_scale")
-        ops.expand(output, given["inputs"], b, batch, given["offset_start"], given["add_inputs"], x_scale)
+        ops = TritonOps(Options(given["batch_invariant"], tuned_dir=given["tuned_dir"]))
+        own, stack = [given[option] for option in options], _stack(given, weights)
+        getattr(ops, name)(given["output_tensor"], given["inputs"], stack, batch, *own, given.get("a_scale"))
 
 
 def _step(given: Given) -> TensorBatch:
@@ -222,19 +207,14 @@ def _step(given: Given) -> TensorBatch:
     return TensorBatch.given(*tensors, flag=given[_FLAG], count=given["num_active_loras"])
 
 
-def _options(given: Given) -> Options:
-    return Options(given["batch_invariant"], tuned_dir=given["tuned_dir"])
-
-
-def _stack(given: Given, rank_dim: int, name: str) -> Stack:
-    scheme, names = PLAIN, FLAT
+def _stack(given: Given, name: str) -> Stack:
+    scheme, names, rank_dim = PLAIN, FLAT, -2 if name == "lora_a_weights" else -1
     if "group_k" in given:
         scheme, names = Scheme._make([given[field] for field in Scheme._fields]), _FP8
     return known_stack(given[name], rank_dim, given["lora_ranks"], given.get("b_scale"), scheme, names)
 
 
 def _schemes(fields: Sequence[int] | None) -> tuple[Scheme, Scheme]:
-    """Return the schemes of A and B; ValueError for another number of fields."""
     if fields is None:
         return PLAIN, PLAIN
     if len(fields) != 2 * len(PLAIN):

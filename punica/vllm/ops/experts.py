@@ -115,10 +115,8 @@ def fused_moe_lora_shrink(given: Given) -> None:
 
 @flat_op(f"{_EXPAND}, mul_routed_weight=False, offset=0, add_inputs=True, *, lora_ranks=None", writes="output")
 def fused_moe_lora_expand(given: Given) -> None:
-    """``output[t, j, offset + s*N : ...] (+)= w * intermediate[s, t, j] @ B_s[l, e]^T`` for every pair, in place.
-
-    ``intermediate`` has as many planes as there are partial sums; ``split_k`` is not used. The rest is as in
-    `fused_moe_lora`.
+    """``output[t, j, offset + s*N : ...] (+)= w * intermediate[s, t, j] @ B_s[l, e]^T`` for every pair, in place, as
+    `fused_moe_lora`; ``intermediate`` has a plane per partial sum, ``split_k`` is not used.
     """
     intermediate, topk_weights, lora_b = given["intermediate"], given["topk_weights"], given["lora_b_stacked"]
     expect("intermediate", intermediate, dtype=FLOATS)
@@ -179,7 +177,6 @@ def _active(given: Given) -> int | None:
 
 
 def _scales(given: Given) -> Fp8Experts | None:
-    """Return the scales of weights and activations; None where nothing is FP8. ValueError where they make no scheme."""
     block_shape = given["block_shape"]
     blocks = (0, 0) if block_shape is None else tuple(block_shape)
     legal = len(blocks) == 2 and all([type(size) is int and size > 0 for size in blocks])

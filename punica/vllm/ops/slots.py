@@ -14,11 +14,10 @@ from torch import Tensor
 
 from punica.ops.triton_ops.configs import Options
 from punica.ops.triton_ops.step_ops import TritonOps
-from punica.ops.weights import LoRAWeights
+from punica.ops.weights import LoRAWeights, kept
 from punica.vllm.ops.dense import TensorBatch
 from punica.vllm.ops.signature import register_op
 
-_MOST_STEPS = 1024
 _LAYERS: WeakValueDictionary[int, "Slots"] = WeakValueDictionary()
 
 
@@ -39,9 +38,7 @@ class Steps:
         found = self._known.get(key)
         if found is None:
             *tensors, flag, count = meta.meta_args(rows, self.specialize)
-            if len(self._known) == _MOST_STEPS:
-                self._known.clear()
-            found = self._known[key] = TensorBatch.given(*tensors, flag=flag, count=count)
+            found = kept(self._known, key, TensorBatch.given(*tensors, flag=flag, count=count))
         return found
 
 
@@ -53,23 +50,19 @@ class Slots:
         # of slots that were written before: all of their width
         self.ranks = torch.full((len(a), a[0].shape[0]), a[0].shape[-2], dtype=torch.int32, device=a[0].device)
         self.weights, self.steps = LoRAWeights.of(a, b, self.ranks), steps
-        layer.set_lora, layer.reset_lora = self._setting(layer.set_lora), self._resetting(layer.reset_lora)
-        layer.punica_slots = _LAYERS[a[0].data_ptr()] = self  # as long as the layer is
+        set_theirs, reset_theirs = layer.set_lora, layer.reset_lora
 
-    def _setting(self, theirs: Callable[..., None]) -> Callable[..., None]:
         def set_lora(index: int, lora_a: Any, lora_b: Any) -> None:
-            theirs(index, lora_a, lora_b)
+            set_theirs(index, lora_a, lora_b)
             given = lora_a if isinstance(lora_a, Sequence) else (lora_a,)
             self.ranks[:, index] = max(0 if one is None else one.shape[-2] for one in given)
 
-        return set_lora
-
-    def _resetting(self, theirs: Callable[..., None]) -> Callable[..., None]:
         def reset_lora(index: int) -> None:
-            theirs(index)
+            reset_theirs(index)
             self.ranks[:, index] = 0
 
-        return reset_lora
+        layer.set_lora, layer.reset_lora = set_lora, reset_lora
+        layer.punica_slots = _LAYERS[a[0].data_ptr()] = self  # as long as the layer is
 
 
 def is_known(a: Tensor) -> bool:

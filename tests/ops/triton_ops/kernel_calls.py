@@ -25,7 +25,7 @@ from punica.ops.experts import Experts, Switches
 from punica.ops.interface import Beside
 from punica.ops.quant import E4M3, quantize_per_channel
 from punica.ops.scales import Scheme
-from punica.ops.slot_image import SlotMatrix, pack_image
+from punica.ops.slot_image import pack_image
 from punica.ops.triton_ops import Options, TritonOps, backbone, moe_lora_align_block_size
 from punica.ops.triton_ops.launch import Launch
 from punica.ops.triton_ops.moe_align import PairGroups
@@ -141,7 +141,7 @@ def between(on: Memory) -> None:
 def slot(on: Memory) -> None:
     """Write an adapter into a slot: matrices as wide as it, wider, of odd sizes, and without a part of it."""
     shapes = [((8, 64), (8, 64)), ((16, 64), (RANK, 64)), ((65, 7), (65, 3)), ((8, 40), None)]
-    image = pack_image([SlotMatrix(None if part is None else torch.randn(part), RANK) for _, part in shapes], FP16)
+    image = pack_image([(None if part is None else torch.randn(part), RANK) for _, part in shapes], FP16)
     table = SlotTable([on.new(SLOTS, *whole) for whole, _ in shapes], [on.whole([0] * SLOTS) for _ in shapes])
     write_slot(image.to(on.device), table, 1)
 

@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.absent_gpu import GpuDescription, stand_in
 from punica.ops.scales import PLAIN, Scheme
-from punica.ops.slot_image import SlotMatrix, pack_image
+from punica.ops.slot_image import pack_image
 from punica.ops.triton_ops import Options, TritonOps
 from punica.ops.triton_ops import launch as launching
 from punica.ops.triton_ops.plan import Batch
@@ -186,7 +186,7 @@ def compile_slot_write(case: dict[str, Any]) -> None:
     """Launch the kernel that fills slots of so many elements, which decides whether all of them are aligned."""
     dtype = getattr(torch, case["dtype"])
     slots, ranks = torch.zeros(2, 1, case["elements"], dtype=dtype, device="cuda"), torch.zeros(2, device="cuda").int()
-    write_slot(pack_image([SlotMatrix(None, 0)], dtype), SlotTable([slots], [ranks]), 0)
+    write_slot(pack_image([(None, 0)], dtype), SlotTable([slots], [ranks]), 0)
 
 
 def compiled(target: int | str, cases: list[dict[str, Any]], script: str = "target_compiler") -> list[Record]:

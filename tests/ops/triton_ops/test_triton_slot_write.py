@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from punica.ops import slot_image
-from punica.ops.slot_image import SlotMatrix, image_matrices, pack_image
+from punica.ops.slot_image import image_matrices, pack_image
 from punica.ops.triton_ops.slot_write import BLOCK_BYTES, PROGRAMS, SlotTable, write_slot
 
 BLOCK = BLOCK_BYTES // 4  # elements of float32; half a tile of the narrower types
@@ -45,7 +45,7 @@ def test_replaces_one_slot_and_touches_nothing_else(case, dtype, index, write, d
     pairs = [guarded((3, 1, *slot), dtype, device) for slot, _ in shapes]
     expected = [whole.cpu().clone() for _, whole in pairs]
     parts = [None if part is None else torch.randn(part) for _, part in shapes]
-    matrices = [SlotMatrix(part, 0 if part is None else m + 1) for m, part in enumerate(parts)]
+    matrices = [(part, 0 if part is None else m + 1) for m, part in enumerate(parts)]
     ranks = torch.full((len(shapes), 3), 9, dtype=torch.int32, device=device)
     write(pack_image(matrices, dtype), [slots for slots, _ in pairs], list(ranks), index)
     for (slots, whole), wanted, part in zip(pairs, expected, parts, strict=True):
@@ -54,7 +54,7 @@ def test_replaces_one_slot_and_touches_nothing_else(case, dtype, index, write, d
         if part is not None:
             slot[: part.shape[0], : part.shape[1]] = part.to(dtype)
         assert torch.equal(whole.cpu(), wanted)
-    assert ranks[:, index].tolist() == [matrix.rank for matrix in matrices]
+    assert ranks[:, index].tolist() == [rank for _, rank in matrices]
     assert bool((ranks[:, [i for i in range(3) if i != index]] == 9).all())
 
 
@@ -63,7 +63,7 @@ def test_a_second_write_leaves_no_trace_of_the_first(device):
     table = SlotTable(slots, list(ranks))
     for rank in (8, 2):
         a = torch.randn(rank, 20)
-        write_slot(pack_image([SlotMatrix(a, rank)], torch.float32).to(device), table, 1)
+        write_slot(pack_image([(a, rank)], torch.float32).to(device), table, 1)
     assert torch.equal(slots[0][1, 0, :2].cpu(), a)
     assert not slots[0][1, 0, 2:].any()
     assert not slots[0][0].any()
@@ -83,7 +83,7 @@ def test_bad_tables_and_writes_are_refused(device):
     with pytest.raises(ValueError, match=r"ranks\[0\] has shape \(1,\)"):
         SlotTable(slots, [ranks[0][:1]])
     table = SlotTable(slots, ranks)
-    image = pack_image([SlotMatrix(torch.ones(4, 4), 4)], torch.float32).to(device)
+    image = pack_image([(torch.ones(4, 4), 4)], torch.float32).to(device)
     for index in (-1, 2):
         with pytest.raises(ValueError, match=f"\\[0, 2\\), got {index}"):
             write_slot(image, table, index)
@@ -95,7 +95,7 @@ def test_matrices_come_back_aligned_with_zeros_between_whatever_the_memory_held(
     given = [torch.randn(3, 5), None, torch.ones(1, 1), torch.randn(4, 0), torch.randn(7, 2).t(), torch.ones(7, 3)]
     torch.use_deterministic_algorithms(True)  # new memory is then full of the largest number
     try:
-        image = pack_image([SlotMatrix(part, 3 if part is not None else 0) for part in given], dtype)
+        image = pack_image([(part, 3 if part is not None else 0) for part in given], dtype)
     finally:
         torch.use_deterministic_algorithms(False)
     sizes = [0 if part is None else part.numel() * dtype.itemsize for part in given]

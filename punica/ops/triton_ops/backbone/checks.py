@@ -30,6 +30,14 @@ def check_same(like: Tensor, **tensors: Tensor) -> None:
             )
 
 
+def check_dense(like: Tensor, **operands: tuple[Tensor, tuple[int | None, ...]]) -> None:
+    """Check operands with their shapes: rows without gaps, of the dtype and on the device of ``like``."""
+    for name, (tensor, shape) in operands.items():
+        check_shape(name, tensor, shape)
+        check_rows(name, tensor)
+    check_same(like, **{name: tensor for name, (tensor, _) in operands.items()})
+
+
 def check_row_scales(name: str, weight: Tensor, scale: Tensor | None, device: torch.device) -> bool:
     """Tell whether ``weight [N, K]`` is FP8. TypeError, ValueError: it is float8_e4m3fn on ``device`` and ``scale``, if
     any, float32 ``[N]``; or it has a scale and is not.

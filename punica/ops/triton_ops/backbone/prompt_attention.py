@@ -132,9 +132,8 @@ def _weighted(state, q, scores, values, SHAPE: tl.constexpr):
 
 @triton.jit
 def _add_cached(state, q, cached, first, end, SHAPE: tl.constexpr):
-    """Add cached keys and values [first, first + BLOCK_N), up to ``end``, to the sums of all rows.
-
-    cached: keys and values of one kv head, the row stride, and the block table of the request.
+    """Add cached keys and values [first, first + BLOCK_N), up to ``end``, to the sums of all rows. cached: keys and
+    values of one kv head, the row stride, and the block table of the request.
     """
     k_ptr, v_ptr, stride, table_ptr = cached
     BLOCK_M: tl.constexpr = SHAPE.block_m
@@ -294,10 +293,7 @@ def _check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> None
         raise ValueError(f"q has {heads} heads, must be a multiple of the {kv_heads} of k and v")
     check_heads(q=q, k=k, v=v, out=out)
     if not q.stride(0) == k.stride(0) == v.stride(0):
-        raise ValueError(
-            f"rows of q, k and v must be as far apart, got {q.stride(0)}, {k.stride(0)} and {v.stride(0)} elements; "
-            "give slices of one tensor [T, H + 2 Hkv, D]"
-        )
+        raise ValueError(f"rows of q, k, v must be as far apart, not {q.stride(0)}, {k.stride(0)} and {v.stride(0)}")
     check_numbers(q.device, torch.int32, starts=starts)
     if not len(starts):
         raise ValueError("starts must be [N + 1], got [0]")

@@ -21,14 +21,7 @@ from torch import Tensor
 
 from punica.ops.backbone import HeadNorms
 from punica.ops.quant import FP8_MAX
-from punica.ops.triton_ops.backbone.checks import (
-    check_cache,
-    check_heads,
-    check_numbers,
-    check_rows,
-    check_same,
-    check_shape,
-)
+from punica.ops.triton_ops.backbone.checks import check_cache, check_dense, check_heads, check_numbers, check_shape
 from punica.ops.triton_ops.device import pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, narrowed
 from punica.ops.triton_ops.launch import block_at_least, launch_alone, supports_pdl
@@ -39,9 +32,8 @@ _NUM_WARPS = 4
 
 
 class _Shape(NamedTuple):
-    """Heads of q and of the cache, half the head size, and blocks of both.
-
-    eps: of the norms (None: there are none). fp8_limit: largest value of the cache's e4m3; 0: it has the dtype of qkv.
+    """Heads of q and of the cache, half the head size, and blocks of both. eps: of the norms (None: no norms).
+    fp8_limit: largest value of the cache's e4m3; 0: it has the dtype of qkv.
     """
 
     heads: int
@@ -131,10 +123,8 @@ def rotate_and_store(
     check_cache(keys, values, qkv)
     kv_heads, size = keys.shape[1:]
     tokens, heads = _check(qkv, cos, sin, kv_rows, kv_heads, size)
-    for name, weight in (("q_weight", norms.q_weight), ("k_weight", norms.k_weight)) if norms else ():
-        check_shape(name, weight, (size,))
-        check_rows(name, weight)
-        check_same(qkv, **{name: weight})
+    if norms:
+        check_dense(qkv, q_weight=(norms.q_weight, (size,)), k_weight=(norms.k_weight, (size,)))
     if tokens == 0:
         return
     block_h = min(_HEADS_PER_PROGRAM, block_at_least(heads + 2 * kv_heads, 1))
@@ -160,7 +150,6 @@ def _check(qkv: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, kv_heads: int
     check_heads(qkv=qkv)
     check_shape("cos", cos, (tokens, 1, size // 2))
     check_shape("sin", sin, (tokens, 1, size // 2))
-    check_same(qkv)
     check_numbers(qkv.device, qkv.dtype, cos=cos, sin=sin)
     check_shape("kv_rows", kv_rows, (tokens,))
     check_numbers(qkv.device, torch.int64, kv_rows=kv_rows)
@@ -201,7 +190,7 @@ def rotary_angles(cos: Tensor, sin: Tensor, positions: Tensor, frequencies: Tens
     check_shape("sin", sin, (tokens, 1, half))
     check_shape("positions", positions, (tokens,))
     check_shape("frequencies", frequencies, (half,))
-    check_same(cos)
+    check_dense(cos)
     check_numbers(cos.device, torch.int64, positions=positions)
     check_numbers(cos.device, torch.float32, frequencies=frequencies)
     check_numbers(cos.device, cos.dtype, cos=cos, sin=sin)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from punica.ops.triton_ops.backbone.checks import check_numbers, check_row_scales, check_rows, check_same, check_shape
+from punica.ops.triton_ops.backbone.checks import check_dense, check_numbers, check_row_scales, check_rows, check_shape
 from punica.ops.triton_ops.device import pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, upcast
 from punica.ops.triton_ops.launch import block_at_least, launch_alone, supports_pdl
@@ -68,19 +68,13 @@ def add_rms_norm(out: Tensor, x: Tensor, delta: Tensor | None, weight: Tensor, e
     """
     check_runnable(x.device)
     tokens, size = check_shape("x", x, (None, None))
-    check_shape("weight", weight, (size,))
-    rows = {"x": x, "out": out} | ({} if delta is None else {"delta": delta})
-    for name, tensor in rows.items():
-        check_shape(name, tensor, (tokens, size))
-        check_rows(name, tensor)
-    check_rows("weight", weight)
-    check_same(x, weight=weight, **rows)
+    delta_or_x, block, shape = x if delta is None else delta, block_at_least(size), (tokens, size)
+    check_dense(x, x=(x, shape), out=(out, shape), delta=(delta_or_x, shape), weight=(weight, (size,)))
     if tokens == 0:
         return
-    delta_or_x, block = x if delta is None else delta, block_at_least(size)
-    shape = _Shape(size, block, supports_pdl(x.device), eps, delta is not None)
     launch_alone(
-        _add_rms_norm_kernel, (tokens, 1, 1), (x, delta_or_x, weight, out), shape,
+        _add_rms_norm_kernel, (tokens, 1, 1), (x, delta_or_x, weight, out),
+        _Shape(size, block, supports_pdl(x.device), eps, delta is not None),
         strides=(x.stride(0), delta_or_x.stride(0), out.stride(0)), dtypes=(x.dtype,),
         num_warps=max(1, min(16, block // 512)),  # 8 to 16 elements a thread, as far as a block has threads
     )  # fmt: skip
@@ -102,10 +96,7 @@ def swiglu(out: Tensor, gate_up: Tensor) -> None:
     """Compute the activation of ``gate_up [T, 2 * I]`` (gate, then up) into ``out [T, I]``; dense rows."""
     check_runnable(gate_up.device)
     tokens, size = check_shape("out", out, (None, None))
-    check_shape("gate_up", gate_up, (tokens, 2 * size))
-    check_same(gate_up, out=out)
-    check_rows("out", out)
-    check_rows("gate_up", gate_up)
+    check_dense(gate_up, gate_up=(gate_up, (tokens, 2 * size)), out=(out, (tokens, size)))
     if tokens == 0 or size == 0:
         return
     launch_alone(
@@ -130,10 +121,8 @@ def dequantise(out: Tensor, weight: Tensor, scale: Tensor) -> None:
     """Write ``weight [N, K]`` in float8_e4m3fn times ``scale [N]`` in float32 to ``out [N, K]``; dense rows."""
     check_runnable(out.device)
     rows, size = check_shape("weight", weight, (None, None))
-    check_shape("out", out, (rows, size))
-    check_same(out)
+    check_dense(out, out=(out, (rows, size)))
     check_row_scales("weight", weight, scale, out.device)
-    check_rows("out", out)
     check_rows("weight", weight)
     if rows == 0 or size == 0:
         return
@@ -173,8 +162,7 @@ def argmax(out: Tensor, logits: Tensor, no_index: int) -> None:
     check_runnable(logits.device)
     rows, vocab = check_shape("logits", logits, (None, None))
     check_shape("out", out, (rows,))
-    check_same(logits)
-    check_rows("logits", logits)
+    check_dense(logits, logits=(logits, (rows, vocab)))
     if vocab == 0:
         raise ValueError("logits must have at least one column, got 0; give those of a vocabulary")
     check_numbers(logits.device, torch.int64, out=out)

@@ -22,18 +22,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from punica.ops.triton_ops.backbone.checks import check_row_scales, check_rows, check_same, check_shape
+from punica.ops.triton_ops.backbone.checks import check_dense, check_row_scales, check_rows, check_shape
 from punica.ops.triton_ops.device import accumulator, dot, pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
-from punica.ops.triton_ops.launch import (
-    INTERPRETED,
-    Launch,
-    all_aligned,
-    block_at_least,
-    on_device,
-    stages_that_fit,
-    supports_pdl,
-)
+from punica.ops.triton_ops.launch import Launch, all_aligned, block_at_least, on_device, stages_that_fit, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 from punica.ops.triton_ops.schedules import Gpu
 
@@ -220,9 +212,8 @@ def add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM: tl.constexp
 
 @triton.jit
 def finish_tile(acc, base, sums, place, offsets, mask_t, out_stride, GEMM: tl.constexpr):
-    """Write a tile, or with split_k this program's partial sums; the last program to arrive adds these up.
-
-    place: tile and split; offsets: columns [block_n] and tokens [block_t].
+    """Write a tile, or with split_k this program's partial sums, which the last to arrive adds up. place: tile and
+    split; offsets: columns [block_n] and tokens [block_t].
     """
     planes_ptr, arrived_ptr = sums
     tile, split = place
@@ -360,7 +351,7 @@ def run_form(out: Tensor, x: Tensor, weight: Tensor, bias: Any, form: GemmForm, 
         launch = Launch(_gemm_tiles_kernel, grid, (x.dtype, form.split_k > 1), strides, constants, **shared)
         operands, counts = (x, base, split_workspace(out, weight, form)), (tokens,)
     with on_device(x.get_device()):
-        launch(operands, counts, not INTERPRETED and all_aligned(x, *base))
+        launch(operands, counts, all_aligned(x, *base))
 
 
 def gemm_tiles(form: TilesForm, x: Tensor, weight: WeightForm, pdl: bool) -> GemmTiles:
@@ -385,16 +376,10 @@ def _check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: T
     check_runnable(x.device)
     tokens, k = check_shape("x", x, (None, None))
     n, _ = check_shape("weight", weight, (None, k))
-    operands = {"out": out, "x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
-    check_shape("out", out, (tokens, n))
-    if bias is not None:
-        check_shape("bias", bias, (n,))
     if tokens > MAX_TOKENS or k == 0:
-        raise ValueError(
-            f"skinny_gemm takes up to {MAX_TOKENS} rows of at least one element, got {list(x.shape)}; use F.linear"
-        )
-    for name, tensor in operands.items():
-        check_rows(name, tensor)
-    if check_row_scales("weight", weight, scale, x.device):
-        del operands["weight"]
-    check_same(x, **operands)
+        raise ValueError(f"skinny_gemm takes up to {MAX_TOKENS} rows, none empty, got {list(x.shape)}; use F.linear")
+    check_rows("weight", weight)
+    operands = {"out": (out, (tokens, n)), "x": (x, (tokens, k))} | ({} if bias is None else {"bias": (bias, (n,))})
+    if not check_row_scales("weight", weight, scale, x.device):
+        operands["weight"] = weight, (n, k)
+    check_dense(x, **operands)
