@@ -31,7 +31,7 @@ from experiments.facts.systems import without_lora
 from experiments.fig11_textgen import check_length
 from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.points import model_settings
-from experiments.harness.resume import givers_first, row_on_disk
+from experiments.harness.resume import row_on_disk
 from experiments.harness.schema import Count, Counts, Lengths, Seconds
 from experiments.workload.arrivals import Span
 
@@ -91,7 +91,7 @@ class LatencyUnderLoad(Experiment):
 
     def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
         """Each alone, and all capacities before the loads, whose rates they are."""
-        return givers_first(points, lambda point: point.panel != CAPACITY)
+        return [[point] for point in sorted(points, key=lambda point: point.panel != CAPACITY)]
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         from experiments.systems import loaded, open_loop

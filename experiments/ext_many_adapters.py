@@ -33,7 +33,7 @@ from typing import cast
 from experiments.ext_latency_under_load import ArrivalsConf, settings_of
 from experiments.fig11_textgen import check_length
 from experiments.harness import Config, ConfigError, Experiment, Point, Reading, main
-from experiments.harness.resume import givers_first, row_on_disk
+from experiments.harness.resume import row_on_disk
 from experiments.harness.schema import Count, Counts
 
 ROOM, ROOM_ON_DRIVE = 0.7, 0.25
@@ -76,8 +76,9 @@ class ManyAdapters(Experiment):
 
     def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
         """Each alone, panel by panel, and in each the system first whose capacity gives the rate."""
-        panels = [point.panel for point in (points[::-1] if points[0].repeat % 2 else points)]
-        return givers_first(points, lambda point: (panels.index(point.panel), point.system != GIVES_RATE))
+        panels = [point.panel for point in points]
+        ordered = sorted(points, key=lambda point: (panels.index(point.panel), point.system != GIVES_RATE))
+        return [[point] for point in ordered]
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         import torch

@@ -33,7 +33,6 @@ from typing import Any, cast
 
 from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import model_settings
-from experiments.harness.resume import givers_first
 from experiments.harness.schema import Count, Counts
 from experiments.workload import drawn_adapters
 from experiments.workload.traces import BLOCK_TOKENS, read_trace
@@ -83,7 +82,7 @@ class PrefixCache(Experiment):
 
     def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
         """Each alone, one system after the other, since one engine exists at a time."""
-        return givers_first(points, lambda point: SYSTEMS.index(point.system))
+        return [[point] for point in sorted(points, key=lambda point: SYSTEMS.index(point.system))]
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         figure = cast(PrefixConf, cfg.figure)

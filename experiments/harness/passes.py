@@ -80,8 +80,8 @@ class Passes:
 
     def _passes(self, pending: Sequence[Point]) -> Iterator[list[Group]]:
         for repeat in sorted({point.repeat for point in pending}):
-            groups = list(self.experiment.together([point for point in pending if point.repeat == repeat]))
-            yield groups[::-1] if repeat % 2 else groups
+            points = [point for point in pending if point.repeat == repeat]
+            yield list(self.experiment.together(points[::-1] if repeat % 2 else points))
 
     def _pass(self, groups: list[Group], may_give_way: bool) -> None:
         for group in groups:

@@ -4,7 +4,6 @@ for the number of another: rows on disk, of its own repeat and settings.
 
 import json
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,10 +113,3 @@ def row_on_disk(experiment: Experiment, cfg: Config, point: Point, metric: str) 
     wanted = config_hash(experiment, cfg, point, machine()), source_of(experiment), point.repeat, metric
     rows = RowFile(folders(cfg).fresh_rows / f"{experiment.name}.csv").rows
     return next((row for row in rows if (row.config_hash, row.source_hash, row.repeat, row.metric) == wanted), None)
-
-
-def givers_first(points: Sequence[Point], place: Callable[[Point], Any]) -> list[list[Point]]:
-    """Points of one repeat by `place`, each alone, for those that read rows of others; backwards in odd repeats."""
-    back = points[0].repeat % 2 == 1
-    ordered = sorted(points[::-1] if back else points, key=place)
-    return [[point] for point in (ordered[::-1] if back else ordered)]
