@@ -95,24 +95,18 @@ def test_a_stream_of_its_own_for_decode_steps_that_are_captured(monkeypatch) -> 
     assert marks == ["current"]
 
 
-@pytest.fixture
-def on_kernels():
+def on_kernels(name):
     """A layer and its wrapper on the kernels (in Triton's interpreter where there is no GPU), and rows."""
-
-    def build(name):
-        device, config = "cuda" if torch.cuda.is_available() else "cpu", config_for(torch.float16)
-        layer, _ = linear_layer(LINEAR[name], config, device)
-        wrapper = PunicaWrapperGPU(32, 32, device, lora_config=config)
-        layer.set_mapping(wrapper)
-        use(wrapper, MIXED)
-        layer._streams = None
-        return layer, wrapper, torch.randn(len(MIXED), IN).half().to(device)
-
-    return build
+    device, config = "cuda" if torch.cuda.is_available() else "cpu", config_for(torch.float16)
+    layer, _ = linear_layer(LINEAR[name], config, device)
+    wrapper = use(PunicaWrapperGPU(32, 32, device, lora_config=config), MIXED)
+    layer.set_mapping(wrapper)
+    layer._streams = None
+    return layer, wrapper, torch.randn(len(MIXED), IN).half().to(device)
 
 
 @pytest.mark.parametrize(("name", "bias"), [("replicated", False), ("column", True), ("row-whole-input", True)])
-def test_a_plain_product_of_few_rows_is_left_to_the_op(name, bias, on_kernels) -> None:
+def test_a_plain_product_of_few_rows_is_left_to_the_op(name, bias) -> None:
     layer, wrapper, x = on_kernels(name)
     given, add = [], wrapper.add_linear
     wrapper.add_linear = lambda *call: given.append(call[-1].base) or add(*call)
@@ -128,7 +122,7 @@ def test_a_plain_product_of_few_rows_is_left_to_the_op(name, bias, on_kernels) -
     assert given[-1] == (), "no plain product"
 
 
-def test_a_wrapper_with_a_contract_method_of_its_own_keeps_the_base_product(on_kernels) -> None:
+def test_a_wrapper_with_a_contract_method_of_its_own_keeps_the_base_product() -> None:
     """The contract's method knows no base product, so the layer makes it."""
     layer, wrapper, x = on_kernels("row")
     expected, calls, own = layer.apply(x), [], wrapper.add_lora_linear

@@ -1,5 +1,8 @@
 """Every linear LoRA class on one rank: base output plus each row's own dense LoRA term; what is refused, and when."""
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 from layer_cases import (
@@ -149,20 +152,14 @@ def test_adapters_of_another_dtype_than_the_output(base_class, sizes, packed, dt
 
 def test_a_wrapper_of_the_contract_alone():
     """What it is given, and that the tensor it returns is honoured."""
-    calls = []
-
-    class OutOfPlace:
-        def add_lora_linear(self, *args, **kwargs):
-            calls.append((args, kwargs))
-            return args[0] + 1
-
+    add = Mock(side_effect=lambda y, *_, **keywords: y + 1)
     layer = MergedQKVParallelLinearWithLoRA(QKVParallelLinear(IN, 3, 4, 2, return_bias=False))
     layer.base_layer.weight.data.normal_()
     layer.create_lora_weights(4, config_for())
-    layer.set_mapping(OutOfPlace())
+    layer.set_mapping(SimpleNamespace(add_lora_linear=add))
     x = torch.randn(2, 3, IN)
     assert torch.equal(layer(x), layer.base_layer(x) + 1)
-    (((y, rows, a, b, scale, output_slices), kwargs),) = calls
+    (y, rows, a, b, scale, output_slices), kwargs = add.call_args
     assert (y.shape, rows.shape) == ((6, 24), (6, IN))
     assert a is layer.lora_a_stacked, "a wrapper may remember what it checked"
     assert b is layer.lora_b_stacked

@@ -137,22 +137,6 @@ def test_steps_that_an_embedding_refuses() -> None:
         VocabParallelEmbeddingWithLoRA(VocabParallelEmbedding(VOCAB, DIM))(IDS)
 
 
-class Recorder:
-    """Counts the LoRA work that reaches a wrapper by its contract."""
-
-    def __init__(self) -> None:
-        self._wrapper, self.calls = wrapper_for(config_for(), "cpu"), []
-        use(self._wrapper, MIXED, ORG)
-
-    def __getattr__(self, name):
-        return getattr(self._wrapper, name)
-
-    def add_lora_embedding(self, y, *args, **kwargs):
-        self.calls.append(kwargs)
-
-    add_lora_logits = add_lora_embedding
-
-
 @pytest.mark.parametrize("kind", ["embedding", "logits"])
 def test_no_adapter_in_any_slot_means_no_work(kind, monkeypatch) -> None:
     if kind == "embedding":
@@ -161,14 +145,16 @@ def test_no_adapter_in_any_slot_means_no_work(kind, monkeypatch) -> None:
     else:
         layer, head, _ = logits_of()
         given = (head, torch.randn(T, DIM))
-    layer.set_mapping(recorder := Recorder())
+    wrapper, recorded = use(wrapper_for(config_for(), "cpu"), MIXED, ORG), []
+    wrapper.add_lora_embedding = wrapper.add_lora_logits = lambda y, *_, **keywords: recorded.append(keywords)
+    layer.set_mapping(wrapper)
 
     def calls() -> int:
         assert torch.equal(layer(*given), layer.base_layer(*given))
-        return len(recorder.calls)
+        return len(recorded)
 
     assert calls() == 1
-    assert recorder.calls[0]["lora_ranks"] is layer.lora_ranks
+    assert recorded[0]["lora_ranks"] is layer.lora_ranks
     for slot in RANKS:
         layer.reset_lora(slot)
     assert calls() == 1

@@ -75,9 +75,9 @@ def test_properties_of_a_decode_step() -> None:
 
 def test_properties_of_a_prefill_step() -> None:
     wrapper = updated(LoRAMapping((3, 3, 3, 0, 0, 7, 7, 3), (3, 0, 7, 3), is_prefill=True))
-    starts, lengths, slots, batch, longest, tokens = wrapper.prefill_metadata
+    starts, lengths, slots, *sizes = wrapper.prefill_metadata
     assert (starts.tolist(), lengths.tolist(), slots.tolist()) == ([0, 3, 5, 7], [3, 2, 2, 1], [2, -1, 0, 2])
-    assert (batch, longest, tokens) == (4, 3, 8)
+    assert sizes == [4, 3, 8]
     assert (wrapper.batch_size, wrapper.max_length, wrapper.token_nums) == (4, 3, 8)
 
 

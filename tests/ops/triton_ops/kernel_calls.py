@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
-from punica.metadata import LoRABatch, MixedBatch, MixedRows, RowGroups
+from punica.metadata import MixedBatch, MixedRows
 from punica.ops import triton_ops
 from punica.ops.backbone import HeadNorms
 from punica.ops.experts import Experts, Switches
@@ -32,6 +32,7 @@ from punica.ops.triton_ops.moe_align import PairGroups
 from punica.ops.triton_ops.moe_ops import TritonExpertOps
 from punica.ops.triton_ops.slot_write import SlotTable, write_slot
 from punica.ops.weights import LoRAWeights
+from tests.ops.helpers import step as step_of
 
 FP16 = torch.float16
 SLOTS, RANK, WIDTHS = 4, 5, (40, 33)
@@ -74,8 +75,7 @@ def lora(on: Memory) -> None:
     base = on.normal(sum(WIDTHS), COLUMNS), on.normal(sum(WIDTHS))
     for weights in (LoRAWeights.of(stored[0], stored[1]), *fp8):
         for slots, beside in ((FEW, ()), (MANY, ()), (FEW, base)):
-            step = LoRABatch(len(slots), SLOTS, on.device)
-            step.fill(RowGroups.of_rows(np.array(slots)))
+            step = step_of(slots, on.device, SLOTS, len(slots))
             x, y = on.normal(len(slots), COLUMNS), on.normal(len(slots), sum(WIDTHS))
             TritonOps().linear(y, x, weights, step, beside=Beside(base=beside))
             if not weights.a.form.is_fp8:

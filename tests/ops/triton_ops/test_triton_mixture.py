@@ -8,6 +8,7 @@ from punica.metadata import LoRABatch, MixedBatch, MixedRows
 from punica.ops.torch_ops import TorchOps
 from punica.ops.triton_ops import TritonOps
 from punica.ops.weights import LoRAWeights
+from tests.ops.helpers import step
 
 OPS = {"torch": TorchOps(), "triton": TritonOps()}
 POISON = float("nan")
@@ -62,12 +63,9 @@ def test_equals_a_loop_over_the_gates(case: str, ops: str, device: str) -> None:
     dtype, k, widths, ranks, gates, row_major = CASES[case]
     weights = weights_of(dtype, device, k, widths, ranks, row_major=row_major)
     plain, mixed = MixedRows.of_gates(gates)
-    x = torch.randn(len(gates), k).to(device, dtype)
-    y = torch.randn(len(gates), sum(widths)).to(device, dtype)
+    x, y = (torch.randn(len(gates), width).to(device, dtype) for width in (k, sum(widths)))
     wanted = expected(y, x, weights, gates)
-    step = LoRABatch(len(gates), len(ranks), device)
-    step.fill(plain)
-    OPS[ops].linear(y, x, weights, step)
+    OPS[ops].linear(y, x, weights, step(plain.row_slots, device, len(ranks)))
     OPS[ops].mix(y, x, weights, batch_of(mixed, device))
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(y.double().cpu(), wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))

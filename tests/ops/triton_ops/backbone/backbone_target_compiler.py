@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from target_compiler import run
 
-from punica.metadata import LoRABatch, RowGroups
 from punica.ops.backbone import HeadNorms
 from punica.ops.interface import Beside
 from punica.ops.quant import E4M3
@@ -27,6 +26,7 @@ from punica.ops.triton_ops.backbone import (
     swiglu,
 )
 from punica.ops.weights import LoRAWeights
+from tests.ops.helpers import step
 
 LAYERS = {
     "llama2-7b": (32, 32, 128, 4096, 11008), "llama2-70b": (64, 8, 128, 8192, 28672), "odd": (6, 2, 80, 100, 300),
@@ -76,10 +76,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, fp8: bool) ->
     scales = ([empty(SLOTS, RANK, dtype=f32)], [empty(SLOTS, n, dtype=f32)]) if fp8 else (None, None)
     a, b = empty(SLOTS, RANK, k, dtype=held), empty(SLOTS, n, RANK, dtype=held)
     ranks, scheme = empty(1, SLOTS, dtype=torch.int32), PER_CHANNEL if fp8 else PLAIN
-    step = LoRABatch(TOKENS, SLOTS, "cuda")
-    step.fill(RowGroups.of_rows(np.arange(TOKENS) % SLOTS))
+    rows = step(np.arange(TOKENS) % SLOTS, "cuda", SLOTS, TOKENS)
     weights = LoRAWeights.of((a,), (b,), ranks, scales, (scheme, scheme))
-    TritonOps().linear(y, x, weights, step, beside=Beside(base=(weight,)))
+    TritonOps().linear(y, x, weights, rows, beside=Beside(base=(weight,)))
 
 
 if __name__ == "__main__":
