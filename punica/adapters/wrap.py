@@ -16,7 +16,15 @@ from punica.adapters.names import PROJECTIONS, MoEEPSpec, adapter_component, las
 from punica.config import LoRAConfig
 from punica.layers import BaseLayerWithLoRA, from_layer, from_layer_logits_processor
 from punica.layers.utils import base_weight
-from punica.parallel import FusedMoE, LinearBase, Need, ParallelLMHead, VocabParallelEmbedding, current_group
+from punica.parallel import (
+    ColumnParallelLinear,
+    FusedMoE,
+    LinearBase,
+    Need,
+    ParallelLMHead,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 
 PackedMapping = Mapping[str, list[str]]
 L = TypeVar("L", bound=nn.Module, covariant=True)
@@ -132,20 +140,26 @@ def _targeted(layer: NamedLayer[nn.Module], lora_config: LoRAConfig, packed: Pac
 
 
 def slots_need(model: nn.Module, lora_config: LoRAConfig) -> Need:
-    """Estimate the device memory of the targeted layers' slots, before the model is wrapped: A and B of every weight
-    matrix, an A for each of its parts, one tensor-parallel rank's share where A is sharded too.
+    """Tell the device memory of this rank's slots, before the model is wrapped; scales of FP8 come on top, and experts
+    whose gate and up share an A need less.
     """
-    layers = find_supported_layers(model)
+    layers, packed, elements = find_supported_layers(model), packed_modules_of(model), 0
     resolved = replace(lora_config)
     resolved.verify_with_model_config(base_weight(layers[0].layer))
     dtype = torch.uint8 if resolved.fp8 is not None else cast(torch.dtype, resolved.lora_dtype)
-    elements = 0
-    for one in layers:
-        if _targeted(one, lora_config, packed_modules_of(model)):
-            slices = 1 if isinstance(one.layer, FusedMoE) else max(1, len(one.parts))
-            weights = [weight for weight in one.layer.parameters(recurse=False) if weight.ndim >= 2]
-            elements += sum(w[..., 0, 0].numel() * (w.shape[-2] + slices * w.shape[-1]) for w in weights)
-    elements //= current_group().world_size if lora_config.fully_sharded_loras else 1
+    for layer, _, parts in (one for one in layers if _targeted(one, lora_config, packed)):
+        cut = getattr(layer, "tp_size", 1) if lora_config.fully_sharded_loras else 1
+        if isinstance(layer, FusedMoE):
+            sizes = layer.moe_config
+            each = (2 + sizes.is_act_and_mul) * (sizes.intermediate_size_per_partition + sizes.hidden_dim // cut)
+            elements += sizes.num_local_experts * each
+        elif isinstance(layer, VocabParallelEmbedding):
+            elements += layer.org_vocab_size + layer.embedding_dim  # whole on each rank
+        else:
+            rows, columns = base_weight(layer).shape
+            rows //= cut if isinstance(layer, RowParallelLinear) else 1
+            columns //= cut if isinstance(layer, ColumnParallelLinear) else 1
+            elements += rows + max(1, len(parts)) * columns
     return Need(
         f"{lora_config.max_loras} adapter slots of rank {lora_config.max_lora_rank}",
         elements * lora_config.max_lora_rank * lora_config.max_loras * dtype.itemsize,

@@ -7,6 +7,7 @@ import torch
 from adapter_world import LAYERS, MODULES, VOCAB, adapter, adapter_tensors, decode, one_layer
 
 from punica.adapters import LoRALayerWeights, LoRAModel, LoRAModelManager
+from punica.adapters.wrap import slots_need
 from punica.config import LoRAConfig
 
 
@@ -14,9 +15,11 @@ from punica.config import LoRAConfig
 def test_bytes_of_a_slot(tp_size, sharded):
     config = LoRAConfig(max_lora_rank=8, max_loras=3, fully_sharded_loras=sharded, lora_dtype=torch.bfloat16)
     for tp_rank in range(tp_size):
-        manager = LoRAModelManager(one_layer(tp_size, tp_rank), 4, 16, VOCAB, config, "cpu")
+        model = one_layer(tp_size, tp_rank)
+        need = slots_need(model, config)
+        manager = LoRAModelManager(model, 4, 16, VOCAB, config, "cpu")
         buffers = [b for layer in manager.modules.values() for b in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
-        assert sum(buffer.untyped_storage().nbytes() for buffer in buffers) == 3 * manager.slot_bytes
+        assert sum(buffer.untyped_storage().nbytes() for buffer in buffers) == 3 * manager.slot_bytes == need.nbytes
 
 
 @pytest.mark.parametrize(("rank", "modules"), [(5, None), (1, ("q_proj", "v_proj"))], ids=["all", "q and v"])

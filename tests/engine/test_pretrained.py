@@ -9,10 +9,8 @@ import torch
 import transformers
 
 from punica.adapters import LoRARequest, write_random_adapter
-from punica.adapters.wrap import slots_need
 from punica.engine import Engine, Request, SamplingParams
 from punica.engine import config as sizes
-from punica.models import LlamaForCausalLM
 from punica.parallel import spawn_tensor_parallel
 from tests.parallel.thread_ranks import on_threads
 from tests.world import BEGIN, END, VOCAB, save_tokenizer, tokens_of
@@ -96,8 +94,7 @@ def test_sizes_fit_the_adapters_the_model_and_the_machine(folder, adapters, monk
     memory, cache = engine.memory, engine.runner.attention.cache
     assert memory.kv_cache == 4 * 128 * memory.token_bytes == sum(one.nbytes for one in (*cache.keys, *cache.values))
     assert memory.adapter_slots == 2 * memory.slot_bytes
-    slots = slots_need(LlamaForCausalLM(folder), lora).nbytes
-    monkeypatch.setattr(sizes, "free_bytes", lambda device: 6 * 16 * memory.token_bytes + slots)
+    monkeypatch.setattr(sizes, "free_bytes", lambda device: 6 * 16 * memory.token_bytes + memory.adapter_slots)
     small = Engine.from_pretrained(folder, adapters, max_batch_size=4, memory_fraction=1.0)
     assert (small.config.num_blocks, small.config.max_model_len) == (6, 96)
     with pytest.raises(RuntimeError, match="no KV block"):

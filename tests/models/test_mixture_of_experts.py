@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from punica.adapters import LoRAModelManager, LoRARequest
+from punica.adapters.wrap import slots_need
 from punica.config import LoRAConfig
 from punica.layers import FusedMoEWithLoRA
 from punica.metadata import LoRAMapping
@@ -133,7 +134,10 @@ def test_unknown_experts_are_refused(tmp_path, name, message):
 def test_target_modules_may_name_the_experts_or_their_parts():
     for targets in (["experts"], ["w1"], ["q_proj", "w2"], ["q_proj"]):
         model = MixtureOfExpertsForCausalLM(CONFIGS["mixtral"])
-        modules = LoRAModelManager(model, 4, 64, 61, LoRAConfig(4, 2, target_modules=targets), "cpu").modules
+        need = slots_need(model, lora := LoRAConfig(4, 2, target_modules=targets))
+        manager = LoRAModelManager(model, 4, 64, 61, lora, "cpu")
+        modules = manager.modules
+        assert need.nbytes == 2 * manager.slot_bytes
         has_experts = isinstance(modules.get("model.layers.1.mlp.experts"), FusedMoEWithLoRA)
         assert has_experts == (targets != ["q_proj"])
         assert ("model.layers.0.self_attn.qkv_proj" in modules) == ("q_proj" in targets)
