@@ -299,7 +299,6 @@ class Dispatcher:
             self.startable.discard(uuid)
 
 
-
 def _apply(state: RequestState, reply: StepReply, key: str) -> None:
     if key in reply.failed:
         if key in reply.tokens:

@@ -76,8 +76,8 @@ class FolderReaders:
         """Forget the reading of a request; one without requests is cancelled unless it has begun."""
         reading = self.readings.pop(request_id, None)
         if reading is not None and reading not in self.readings.values():
-            reading.cancel()
             self._latest = {folder: one for folder, one in self._latest.items() if one is not reading}
+            reading.cancel()  # last: nobody finds a cancelled one, whose error would be raised, after an interrupt
 
 
 class AdapterResidency:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple, cast
@@ -257,7 +257,8 @@ class EngineStepper(Stepper):
         super().__init__(engine)
         self._manager = cast(LoRAModelManager, engine.manager)
         self._readers = FolderReaders(self._manager, digests=engine.config.prefix_cache)
-        self.view, self.facts = Watch(engine).view, described(engine)
+        self.view = Watch(engine).view
+        self.facts = replace(described(engine), has_lora=engine.manager is not None)  # not one that ignores adapters
 
     def read(self, adapter: LoRARequest) -> "Future[LoRAModel]":
         """Begin to read and check all of an adapter, beside the steps."""

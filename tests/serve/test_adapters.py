@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +139,11 @@ def test_an_adapter_trained_inside_of_another_model_is_renamed(served_home: Any,
 
 
 def test_a_server_without_slots_says_how_to_get_them(world: Any, home: Path) -> None:
-    engine = Engine.from_pretrained(world.checkpoint, device="cpu", max_model_len=64)
-    with TestClient(make_app(EngineThread(engine), Settings("tiny", roots=[home.resolve()]))) as client:
-        assert "--max-loras" in load(client, "x", home / "copy-2").json()["error"]["message"]
+    plain = Engine.from_pretrained(world.checkpoint, device="cpu", max_model_len=64)
+    sizes = replace(plain.config, ignore_adapters=True)
+    for engine in (plain, Engine(plain.runner.model, None, sizes, tokenizer=plain.codec.tokenizer)):
+        with TestClient(make_app(EngineThread(engine), Settings("tiny", roots=[home.resolve()]))) as client:
+            assert "--max-loras" in load(client, "x", home / "copy-2").json()["error"]["message"]
 
 
 def test_a_retired_adapter_leaves_with_its_last_request_or_the_one_that_comes_after(world: Any) -> None:
