@@ -99,7 +99,7 @@ class OperatorSets:
         pairs = zip(self.a[i], self.b[i], strict=True)
         return torch.cat([x @ a[slot, :rank].float().T @ b[slot, :, :rank].float().T for a, b in pairs], 1)
 
-    def _error(self, i: int, calls: int = 1) -> float:
+    def error(self, i: int, calls: int = 1) -> float:
         """``|added - reference| / |reference|`` after `calls` calls on set i; infinite where that is not a number."""
         expected = self.reference(i) * calls
         error = float((self.y[i].float() - expected).norm() / expected.norm())
@@ -111,20 +111,9 @@ class OperatorSets:
         for i in (0, self.count - 1):
             self.y[i].zero_()
             call(i)
-            errors.append(self._error(i))
+            errors.append(self.error(i))
             self.y[i].zero_()
         return max(errors)
-
-    def time_graph(self, call: Call, *, calls: int = 200, replays: int = 9) -> tuple[float, float]:
-        """Median microseconds per call of a graph of `calls` calls or more, and the error after a replay from y = 0."""
-        run, total = captured(call, self.count, calls)
-        self.y.zero_()
-        run()
-        torch.cuda.synchronize()
-        error = max(self._error(i, total // self.count) for i in (0, self.count - 1))
-        us = median_us(run, total, replays)
-        self.y.zero_()
-        return us, error
 
 
 def captured(call: Call, sets: int, calls: int) -> tuple[CapturedRun, int]:
@@ -214,9 +203,12 @@ COLUMNS: dict[str, Callable[[OperatorSets], Call]] = {
 def checked_us(sets: OperatorSets, name: str, call: Call, calls: int, replays: int) -> float:
     """Median microseconds of `call` in a graph, right after one call and after a whole replay; else `CheckFailed`."""
     tolerance = _checked_call(sets, name, call)
-    us, error = sets.time_graph(call, calls=calls, replays=replays)
+    run, total = captured(call, sets.count, calls)
+    sets.y.zero_()
+    run()
+    error = max(sets.error(i, total // sets.count) for i in (0, sets.count - 1))
     check_error(f"{name}, after a graph replay", error, max(tolerance, 4 * TOLERANCE))
-    return us
+    return median_us(run, total, replays)
 
 
 def eager_us(sets: OperatorSets, name: str, call: Call) -> float:
