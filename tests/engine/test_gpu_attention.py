@@ -73,18 +73,27 @@ def test_equals_plain_torch_and_leaves_the_same_cache(step, heads, kv_heads, siz
         assert (held.float() != expected.float()).float().mean() < 0.01 or not fp8
 
 
+PIECES = [
+    ([Span(0, 3, 9, TABLES[0]), Span(3, 1, 12, TABLES[1]), Span(4, 5, 5, TABLES[3]), Span(9, 1, 4, TABLES[2])], 9),
+    ([Span(0, 2, 2, TABLES[2]), Span(2, 1, 11, TABLES[1]), Span(3, 1, 9, TABLES[0])], 2),
+    ([Span(0, 1, 1, TABLES[2]), Span(1, 4, 12, TABLES[1])], 5),
+]
+"""Pieces of several rows and of one, a whole prompt between them; then a step without any, and other pieces."""
+DECODES = [
+    ([Span(0, 1, 9, TABLES[0]), Span(1, 1, 12, TABLES[1]), Span(2, 1, 3, TABLES[2])], None),
+    ([Span(0, 1, 12, TABLES[1])], None),
+    ([Span(0, 1, 17, (*TABLES[0], 7, 8)), Span(1, 1, 4, TABLES[2])], None),
+    ([Span(0, 1, 9, TABLES[0])], None),
+]
+"""Fewer requests, other blocks in a row, a longer table: what the buffers held is never read."""
+
+
 @pytest.mark.parametrize("device", ["cpu", GPU])
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("steps", "fp8"), [(PIECES, False), (PIECES, True), (DECODES, False)])
 @torch.inference_mode()
-def test_prompts_after_cached_tokens(fp8, device) -> None:
-    """Pieces of several rows and of one, a whole prompt between them; then a step without any, and other pieces."""
+def test_prompts_after_cached_tokens_and_steps_after_others(steps, fp8, device) -> None:
     mine, plain = caches(device, 2, 8, fp8)
-    attention, reference = KernelAttention(mine, 6, 5, 2, cached_prompts=True), PagedAttention(plain)
-    steps = [
-        ([Span(0, 3, 9, TABLES[0]), Span(3, 1, 12, TABLES[1]), Span(4, 5, 5, TABLES[3]), Span(9, 1, 4, TABLES[2])], 9),
-        ([Span(0, 2, 2, TABLES[2]), Span(2, 1, 11, TABLES[1]), Span(3, 1, 9, TABLES[0])], 2),
-        ([Span(0, 1, 1, TABLES[2]), Span(1, 4, 12, TABLES[1])], 5),
-    ]
+    attention, reference = KernelAttention(mine, 8, 5, 2, cached_prompts=steps is PIECES), PagedAttention(plain)
     for spans, prompt_rows in steps:
         rows = torch.tensor([row for span in spans for row in span.kv_rows(BLOCK)], device=device)
         given = packed(len(rows), 4, 2, 8, device, norms=False)
@@ -108,26 +117,6 @@ def test_pieces_cut_at_tiles_have_the_bits_of_the_whole_prompt(device) -> None:
         attention.begin([span], torch.tensor(span.kv_rows(BLOCK), device=device), end - first)
         found.append(attention.attend(0, PackedHeads(heads, 2, cos, sin, None)))
     assert torch.equal(found[0], torch.cat(found[1:]))
-
-
-@torch.inference_mode()
-def test_a_step_forgets_the_one_before() -> None:
-    """Fewer requests, other blocks in a row, a longer table: what the buffers held is never read."""
-    mine, plain = caches("cpu", 2, 8)
-    attention, reference = KernelAttention(mine, 8, 5, 2), PagedAttention(plain)
-    steps = [
-        [Span(0, 1, 9, TABLES[0]), Span(1, 1, 12, TABLES[1]), Span(2, 1, 3, TABLES[2])],
-        [Span(0, 1, 12, TABLES[1])],
-        [Span(0, 1, 17, (*TABLES[0], 7, 8)), Span(1, 1, 4, TABLES[2])],
-        [Span(0, 1, 9, TABLES[0])],
-    ]
-    for spans in steps:
-        rows = torch.tensor([row for span in spans for row in span.kv_rows(BLOCK)])
-        given = packed(len(spans), 4, 2, 8, "cpu", norms=False)
-        reference.begin(spans, rows)
-        expected = reference.attend(0, given._replace(heads=given.heads.clone()))
-        attention.begin(spans, rows)
-        torch.testing.assert_close(attention.attend(0, given), expected, atol=2e-5, rtol=2e-5)
 
 
 @torch.inference_mode()

@@ -4,13 +4,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from punica.engine import Engine
 from punica.engine.overlap import Overlap
 from punica.engine.runner import ModelRunner
 from punica.engine.sampler import PendingCopy
 from punica.scheduling import RequestState, SamplingParams
-from tests.world import are_served, steps
-from tests.world import finish as finished
+from tests.world import are_served, finish, steps
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +29,6 @@ def begun(monkeypatch) -> list:
 
     monkeypatch.setattr(Overlap, "prepare_next", noted)
     return steps
-
-
-def finish(engine: Engine) -> dict[str, list[int]]:
-    """Serve all requests; return the tokens of those that did not fail."""
-    return {name: result.token_ids for name, result in finished(engine).items() if result.error is None}
 
 
 def test_tokens_of_requests_that_join_leave_and_go_on(backbone, mixed_wishes, mixed_tokens, serve, begun) -> None:

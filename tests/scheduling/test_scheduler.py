@@ -143,11 +143,6 @@ def test_head_of_the_queue_waits_for_a_slot_without_being_overtaken() -> None:
     assert "".join(names(plan.prefills) for plan in plans) == "abcde"
 
 
-def test_unknown_rule_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown admission rule 'no such rule'.*fcfs.*single_adapter.*static"):
-        ADMISSION_RULES.get("no such rule")
-
-
 @pytest.mark.parametrize("rule", ["fcfs", "static"])
 def test_a_request_is_taken_out_wherever_it_is(rule) -> None:
     """The last unfinished member of a batch takes the finished ones along: nothing would ever run beside them."""
