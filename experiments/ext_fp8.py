@@ -29,7 +29,7 @@ QUALITY, WITH_QUALITY = "quality", ("FP8 e4m3", "FP8 e5m2")
 class Fp8Conf(OperatorConf):
     """`requests` prompts of `prompt` tokens, each with an adapter of its own, for panel `quality`."""
 
-    requests: Count
+    requests: Count = 8
     prompt: Count
 
 

@@ -49,7 +49,7 @@ class ArrivalsConf(FigureConf):
     """The stream of requests that arrive by the clock, the seconds of a point, and the check."""
 
     requests: Count  # different ones of the stream, which come again and again
-    lengths: Lengths
+    lengths: Lengths = "stated"  # D01: 101 new tokens on average at max_len 2048
     max_len: Count
     warm: Seconds
     seconds: Seconds  # of arrivals that are measured

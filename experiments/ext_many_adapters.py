@@ -50,7 +50,7 @@ class ManyConf(ArrivalsConf):
     adapters_on_few: Count
     in_memory: Count
     adapters_on_disk: Count
-    load: Count  # percent of the capacity of `GIVES_RATE` at which latencies are measured
+    load: Count = 50  # percent of the capacity of `GIVES_RATE` at which latencies are measured
 
 
 class ManyAdapters(Experiment):

@@ -25,7 +25,7 @@ class MixturesConf(OperatorConf):
     """`fans`: adapters of a row; `pool`: adapters to choose from."""
 
     fans: Counts
-    pool: Count
+    pool: Count = 8
 
     def resident(self, cfg: Config) -> int:
         return self.pool

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class TextgenConf(FigureConf):
     """Figure 11: the stream, its windows, and the checks before a system is timed."""
 
-    lengths: Lengths
+    lengths: Lengths = "released"  # or stated (D01), in panels of their own
     pieces: Count  # runs of steps in a draw ...
     steps: Count  # ... and steps in a run ...
     slow_steps: Count  # ... and in one of a slow system

@@ -43,7 +43,7 @@ UNITS = {"layer": ("us", 1e6), "model": ("ms", 1e3), OVERLAP: ("ms", 1e3)}
 class LoadingConf(FigureConf):
     """Decode steps of panel `overlap`."""
 
-    overlap_rank: Count
+    overlap_rank: Count = 16
     batch_size: Count | None = None  # null: the largest of scale.model_batch_sizes
     seq_len: Count
 

@@ -22,7 +22,7 @@ EPS = 1e-5
 
 class NormConf(FigureConf):
     hidden: Count
-    batch_sizes: Counts
+    batch_sizes: Counts = [1, 4, 16, 32, 64, 512]
     dtype: DType
 
 
