@@ -71,8 +71,8 @@ class Dispatcher:
     ``description``: of the runners. ``rule``: a scheduling rule with one prefill per step. ``files_of``: returns the
     stored files of an adapter; ``None``: runners read its folder.
 
-    ``startable``: runners with something to do and no step in flight. ``num_evicted``: requests evicted so far.
-    ``recomputed``: requests that joined a runner with tokens of another one; its reader clears it.
+    ``num_evicted``: requests evicted so far. ``recomputed``: requests that joined a runner with tokens of another one;
+    its reader clears it.
     """
 
     def __init__(
@@ -82,7 +82,6 @@ class Dispatcher:
         self.description = description
         self.policy = self._policy(rule)
         self._states = StateFactory(description.seed, description.defaults, description.codec)
-        self.startable: set[str] = set()
         self.num_evicted = 0
         self.recomputed: list[str] = []
         self._files_of = files_of
@@ -95,6 +94,13 @@ class Dispatcher:
 
     def is_in_use(self, request_id: str) -> bool:
         return request_id in self._keys
+
+    @property
+    def startable(self) -> set[str]:
+        """Runners with something to do and no step in flight."""
+        gpus = self.policy.gpus
+        due = (uuid for uuid, one in self._runners.items() if gpus[uuid].members or one.drop or one.probed)
+        return {uuid for uuid in due if not gpus[uuid].in_flight}
 
     @property
     def num_unfinished(self) -> int:
@@ -177,7 +183,6 @@ class Dispatcher:
         for uuid, gpu in self.policy.gpus.items():
             if not gpu.in_flight:
                 self._runners[uuid].probed = True
-                self.startable.add(uuid)
 
     def begin(self, uuid: str) -> StepCommand | None:
         """Return the next step of a runner, ``None`` if it has nothing to do.
@@ -186,7 +191,6 @@ class Dispatcher:
         prefill of this step came with an earlier order, the next prefill comes with this one. A step without members
         takes out aborted requests, or answers :meth:`probe`.
         """
-        self.startable.discard(uuid)
         runner = self._runners[uuid]
         step = self.policy.begin_step(uuid)
         runner.drop.update(runner.inside.intersection(step.evicted))
@@ -246,7 +250,6 @@ class Dispatcher:
             reserved = sum(gpu.pages_for(request.num_tokens) for request in gpu.pending.values())
             _compare(uuid, "KV blocks in use", gpu.used_pages - reserved, reply.used_blocks)
         self._place()
-        self._note_due(uuid)
         return EndedStep(work, tokens, tuple(finished), tuple(failed))
 
     def _policy(self, rule: str) -> ClusterPolicy:
@@ -275,12 +278,11 @@ class Dispatcher:
 
     def _forget(self, uuid: str) -> _RunnerState:
         self.policy.remove_gpu(uuid)
-        self.startable.discard(uuid)
         return self._runners.pop(uuid)
 
     def _place(self) -> None:
         if self.policy.num_queued:
-            self.startable.update(uuid for _, uuid in self.policy.place() if not self.policy.gpus[uuid].in_flight)
+            self.policy.place()
 
     def _remove(self, entry: _TrackedRequest) -> None:
         gpu = self.policy.requests[entry.key].gpu
@@ -288,15 +290,7 @@ class Dispatcher:
         if gpu is not None:
             runner = self._runners[gpu.uuid]
             runner.drop |= {entry.key} & runner.inside
-            self._note_due(gpu.uuid)
         del self._entries[entry.key], self._keys[entry.state.request_id]
-
-    def _note_due(self, uuid: str) -> None:
-        runner, gpu = self._runners[uuid], self.policy.gpus[uuid]
-        if not gpu.in_flight and (gpu.members or runner.drop or runner.probed):
-            self.startable.add(uuid)
-        else:
-            self.startable.discard(uuid)
 
 
 def _apply(state: RequestState, reply: StepReply, key: str) -> None:

@@ -22,9 +22,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import cast
 
-from punica.cluster.runner import RunnerDescription
 from punica.engine import Engine
 from punica.processes import run_with_parent
 from punica.serve.backend import Backend, Metrics
@@ -58,7 +56,14 @@ class EngineProcess(Backend, AbstractContextManager["EngineProcess"]):
             self._process.start()
             for end in (orders, theirs):  # the process has the only ones: they close with it
                 end.close()
-            self.facts = self._await_engine()
+            try:
+                found = self._messages.recv()
+            except (EOFError, OSError):
+                reason = f"{self._how_it_ended()} before the engine was ready; see its output above"
+                raise RuntimeError(reason) from None
+            if isinstance(found, Exception):
+                raise found
+            self.facts = found
         except BaseException:
             self.close()
             raise
@@ -82,15 +87,6 @@ class EngineProcess(Backend, AbstractContextManager["EngineProcess"]):
     async def stop(self) -> None:
         self._end("the server is stopping")
         await asyncio.to_thread(self.close)
-
-    def _await_engine(self) -> RunnerDescription:
-        try:
-            found = self._messages.recv()
-        except (EOFError, OSError):
-            raise RuntimeError(f"{self._how_it_ended()} before the engine was ready; see its output above") from None
-        if isinstance(found, Exception):
-            raise found
-        return cast(RunnerDescription, found)
 
     def _receive(self) -> None:
         try:
