@@ -149,6 +149,13 @@ def test_prefills_of_new_lengths_check_the_weights_once(looked_at, device, use_s
     assert len(binaries) == 2  # one shrink, one expand, whatever the length
 
 
+def test_a_full_table_of_plans_starts_anew(monkeypatch):
+    monkeypatch.setattr(weights, "_MOST_KEPT", 2)
+    table: dict[tuple[int], int] = {}
+    assert [weights.kept(table, (key,), key) for key in range(3)] == [0, 1, 2]
+    assert table == {(2,): 2}
+
+
 def test_plans_keep_no_weights_alive(looked_at, device):
     batch = Batch([0, 1], 32, (16,), 4, 2, FP16, device)
     linear(batch.y, batch.x, batch.a, batch.b, filled(batch))
