@@ -37,10 +37,9 @@ from experiments.facts.systems import FIG11, SYSTEMS, System, name_of, names_in
 from experiments.harness.schema import DType, ModelConf
 from experiments.simulator import simulate
 from experiments.systems.check import check_tokens
-from experiments.systems.serving import built
+from experiments.systems.serving import World, built
 from experiments.systems.stream import paper_stream, timeline_of
 from experiments.systems.weights import Limits
-from experiments.systems.world import World
 from experiments.workload import WORKLOADS, popularity
 from notebooks.stored_rows import ROOT, as_markdown
 from punica.cluster.placement import SCHEDULING_RULES, LargestWorkingSet
