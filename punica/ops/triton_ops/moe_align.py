@@ -8,6 +8,7 @@ the first positions of its own, and a second pass stores their pairs there in as
 Every program reads all T * k ids, which are few and in the L2 cache.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -257,6 +258,6 @@ class PairGroups:
             _moe_gemm_kernel, grid, (x.dtype,), x.stride(), {"SHAPE": shape}, num_warps=4, pdl=False, device=x.device
         )
         with on_device(x.get_device()):
-            counts = self.shape.numel(), self.blocks
+            counts = math.prod(self.shape), self.blocks
             launch(((x, weights, output), *self.aligned), counts, all_aligned(x, weights, output))
         return output
