@@ -75,7 +75,7 @@ MISTAKES = [
     ({"stop": [b"x"]}, TypeError, r"stop\[0\] must be a str, got bytes"),
     ({"stop": ["a\udfff"]}, ValueError, r"stop\[0\] .*U\+DFFF at character 1"),
     ({"logit_bias": {3: 101}}, ValueError, r"logit_bias\[3\] is 101.0"),
-    ({"logit_bias": {3: float("nan")}}, ValueError, r"logit_bias\[3\] is nan"),
+    ({"logit_bias": {3: float("nan")}}, ValueError, r"logit_bias\[3\] .*nan"),
     ({"logit_bias": {-3: 1}}, ValueError, "logit_bias is -3"),
     ({"logit_bias": {"a": 1}}, TypeError, "logit_bias must be an int"),
     ({"bad_words": [""]}, ValueError, r"bad_words\[0\] has 0 characters"),
