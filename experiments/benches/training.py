@@ -19,8 +19,9 @@ TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 1e-2}
 
 
 class Training:
-    """Leaves x ``[n * tokens, K]``, A ``[n, r, K]``, B ``[n, r, N]`` (rank after rank, as in layers), the same of each
-    adapter; a frozen weight and the gradient of the output. ``numbers``: n, tokens, rank. All of unit variance.
+    """Leaves x ``[n * tokens, K]``, A ``[n, r, K]``, B ``[n, N, r]`` (rank after rank in memory, as in layers), the
+    same of each adapter; a frozen weight and the gradient of the output. ``numbers``: n, tokens, rank. All of unit
+    variance.
     """
 
     def __init__(self, k: int, n: int, numbers: Sequence[int], like: Tensor, seed: int) -> None:
@@ -30,14 +31,15 @@ class Training:
             return (torch.randn(shape, generator=generator, device=like.device) * scale**-0.5).to(like)
 
         self.tokens, self.weight, self.dy = tokens, normal(n, k, scale=k), normal(adapters * tokens, n)
-        whole = normal(adapters * tokens, k), normal(adapters, rank, k, scale=k), normal(adapters, rank, n, scale=rank)
+        a, b = normal(adapters, rank, k, scale=k), normal(adapters, rank, n, scale=rank)
+        whole = normal(adapters * tokens, k), a, b.mT
         parts = zip(whole[0].split(tokens), *whole[1:], strict=True)
         self.leaves, *self.own = [[one.detach().requires_grad_() for one in part] for part in (whole, *parts)]
         self.ends = torch.arange(1, adapters + 1, device=like.device, dtype=torch.int32) * tokens
         self.batch = LoRABatch(adapters * tokens, adapters, like.device)
         self.batch.fill(RowGroups.of_runs(range(adapters), [tokens] * adapters))
         self.ops = get_punica_wrapper(1, 1, like.device, max_loras=1).ops
-        self.weights = LoRAWeights.of((self.leaves[1],), (self.leaves[2].mT,))
+        self.weights = LoRAWeights.of((self.leaves[1],), (self.leaves[2],))  # no views: they have a stream
 
     def run(self, system: str, base: bool = True, backward: bool = True) -> list[Tensor]:
         """Return the output and the gradients of x, A and B; `one by one` those of the last adapter."""
@@ -53,11 +55,11 @@ class Training:
         if system == "SGMV":
             return lora_linear(self.ops, x, self.weights, self.batch, 1.0, base)
         if system == "grouped_mm":
-            low = product(product(x, a.mT, offs=self.ends), b, offs=self.ends)
+            low = product(product(x, a.mT, offs=self.ends), b.mT, offs=self.ends)
         elif system == "loop":
-            low = torch.cat([rows @ a.T @ b for rows, a, b in zip(x.split(self.tokens), a, b, strict=True)])
+            low = torch.cat([rows @ a.T @ b.T for rows, a, b in zip(x.split(self.tokens), a, b, strict=True)])
         else:
-            low = x @ a.T @ b
+            low = x @ a.T @ b.T
         return linear(x, *base) + low if base else low
 
     def check(self, system: str) -> None:
