@@ -43,6 +43,13 @@ def check_count(name: str, value: object, lowest: int = 1, meaning: str = "") ->
     return number
 
 
+def check_int(name: str, value: object) -> int:
+    """Return ``value``; TypeError unless it is an int of Python, as numbers in keys must be: tensors change."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {clip(value)}")
+    return value
+
+
 def check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {clip(value)} ({type(value).__name__})")

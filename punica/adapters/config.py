@@ -116,8 +116,8 @@ class PEFTHelper:
     _matched: dict[str, list[_Rule | None]] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_count("r", self.r)
-        check_number("lora_alpha", self.lora_alpha)
+        object.__setattr__(self, "r", check_count("r", self.r))
+        object.__setattr__(self, "lora_alpha", check_number("lora_alpha", self.lora_alpha))
         check_bool("use_rslora", self.use_rslora)
         for key in ("target_modules", "target_parameters"):
             object.__setattr__(self, key, _targets(key, getattr(self, key)))
@@ -309,7 +309,7 @@ def _targets(key: str, value: Any) -> list[str] | str | None:
     return sorted(value) if isinstance(value, set | frozenset) else list(value)
 
 
-def _compile_rules(patterns: Any, name: str, check: Callable[[str, object], object]) -> list[_Rule]:
+def _compile_rules(patterns: Any, name: str, check: Callable[[str, object], float]) -> list[_Rule]:
     """Compile the rules of `{KEY: value}` in file order; a `^` in KEY matches only at the module name's start."""
     if patterns is None:
         return []
@@ -322,9 +322,9 @@ def _compile_rules(patterns: Any, name: str, check: Callable[[str, object], obje
     for key, value in patterns.items():
         if not isinstance(key, str):
             raise TypeError(f"keys of {name} must be str, got {clip(key)} ({type(key).__name__})")
-        check(f"{name}[{clip(key)}]", value)
+        number = check(f"{name}[{clip(key)}]", value)
         try:
-            rules.append(_Rule(key, NamePattern(key), value))
+            rules.append(_Rule(key, NamePattern(key), number))
         except ValueError as error:
             raise ValueError(f"{name} key {error}") from error
     return rules

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from punica.checks import as_int
+from punica.checks import check_int
 from punica.layers.packing import Slices
 from punica.ops.quant import Fp8Matrix
 
@@ -75,7 +75,7 @@ def base_weight(base_layer: nn.Module) -> Tensor:
 
 def check_slot_index(index: object, num_slots: int) -> None:
     """``TypeError`` unless ``index`` is an int, ``ValueError`` unless it is a slot in ``[0, num_slots)``."""
-    if not 0 <= as_int("index", index) < num_slots:
+    if not 0 <= check_int("index", index) < num_slots:
         raise ValueError(f"index must be a slot in [0, {num_slots}), got {index}; max_loras={num_slots} slots exist")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from punica.checks import as_int
+from punica.checks import check_int
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 WITH_DOUBLE = (*FLOATS, torch.float64)
@@ -130,6 +130,6 @@ def check_scale(name: str, scale: Any) -> None:
 
 def check_columns(name: str, y: Tensor, offset_name: str, offset: Any, widths: Sequence[int]) -> None:
     """Raise ValueError unless slices of these widths fit the last dimension of ``y`` from ``offset``, an int, on."""
-    end = as_int(offset_name, offset) + sum(widths)
+    end = check_int(offset_name, offset) + sum(widths)
     if offset < 0 or end > y.shape[-1]:
         raise ValueError(f"{offset_name} {offset}: column {end} is outside of {name} with {y.shape[-1]} columns")

@@ -3,6 +3,7 @@
 import math
 import re
 
+import numpy as np
 import peft
 import pytest
 
@@ -25,6 +26,9 @@ PATTERNS = {**BASE, "rank_pattern": {"q_proj": 32}, "alpha_pattern": {"layers.0.
         pytest.param({**BASE, "rank_pattern": {r"^model\..*": 4}}, "model.layers.0", 4, 16, 4, id="anchored, match"),
         pytest.param({**BASE, "rank_pattern": {"^up|q": 4}}, "m.q", 4, 16, 4, id="half anchored, suffix"),
         pytest.param({**BASE, "lora_alpha": 2.5, "alpha_pattern": {"q": 0.5}}, "m.q", 8, 0.5, 1 / 16, id="float alpha"),
+        pytest.param({**BASE, "r": 3, "lora_alpha": np.float16(16)}, "m.q", 3, 16, 16 / 3, id="number of numpy"),
+        pytest.param({**BASE, "alpha_pattern": {"q": np.float16(0.1)}}, "m.q", 8, float(np.float16(0.1)),
+                     float(np.float16(0.1)) / 8, id="number of numpy in a pattern"),
         pytest.param(
             {**BASE, "rank_pattern": {r"layers\.\d+\.mlp.*": 2, "up_proj": 4}}, "layers.11.mlp.up_proj", 2, 16, 8,
             id="first key in file order",

@@ -113,6 +113,7 @@ B8, B4, A5 = torch.ones(8, 2), torch.ones(4, 2), torch.ones(3, 5)
     ("build", "index", "lora_a", "lora_b", "error", "message"),
     [
         pytest.param(column, 1.0, A, B, TypeError, "index", id="float-index"),
+        pytest.param(column, torch.tensor(1), A, B, TypeError, "index must be an int, got Tensor", id="tensor-index"),
         pytest.param(column, 4, A, B, ValueError, r"4\), got 4", id="index-too-large"),
         pytest.param(column, 1, [A], [B], TypeError, "list", id="list-for-tensor"),
         pytest.param(merged, 1, A, B, TypeError, "Tensor", id="tensor-for-list"),

@@ -277,6 +277,7 @@ BAD = [
     ("shrink", {"slots": [0, 2]}, ValueError, "slot 2"),
     ("expand", {"h": ONES(1, 3, 5)}, ValueError, r"x .*\(1, 3, 5\), expected \(1, 3, 4\).*as in lora_b_stacked"),
     ("expand", {"h": ONES(1, 2, 4)}, ValueError, r"x .*\(1, 2, 4\).*rows 3 as in y"),
+    ("expand", {"offset": torch.tensor(0)}, TypeError, "offset_start must be an int, got Tensor"),
     ("expand", {"offset": 1}, ValueError, "offset_start 1.* column 7"),
     ("expand", {"ranks": ONES(2, 2, dtype=INT)}, ValueError, r"lora_ranks .*\(2, 2\).*slices 1"),
     ("expand", {"ranks": torch.full((1, 2), 5, dtype=INT)}, ValueError, "5 for slot 0"),
