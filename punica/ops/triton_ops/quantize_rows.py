@@ -125,7 +125,8 @@ def quantize_rows(inputs: Tensor, values: Tensor, scale: Tensor, group_k: int = 
     expect("scale", scale, dtype=(torch.float32,))
     wanted = scale_shape(inputs, group_k)
     if values.shape != inputs.shape or tuple(scale.shape) != wanted:
-        raise ValueError(f"shapes {tuple(values.shape)} and {tuple(scale.shape)} must be inputs' and {wanted}")
+        shapes = f"{tuple(values.shape)} and {tuple(scale.shape)}, must be {tuple(inputs.shape)} and {wanted}"
+        raise ValueError(f"values and scale have shapes {shapes}")
     if not (values.is_contiguous() and scale.is_contiguous()):
         raise ValueError(f"values has strides {values.stride()} and scale {scale.stride()}; both must be contiguous")
     check_runnable(inputs.device)
