@@ -165,7 +165,7 @@ class Passes:
         named = {"metric": "", "value": 0.0, "unit": ""}
         self.rows.drop({Row(**{**self._columns, **point.columns(), **named}).point for point in group})
         self._noise = {key: noise for key, noise in self._noise.items() if key[0] not in digests}
-        self._wrong.add(group[0].label())
+        self._wrong.update(point.label() for point in group)
         self.outcome.failed.append(f"{group[0].label()}: {error}")
         self._say(f"no row for {group[0].label()}: {error}")
 
@@ -174,5 +174,5 @@ class Passes:
 
 
 def _key(group: Group) -> str:
-    """Return the same text for all repeats of `group` under one clock."""
-    return f"{group[0].timer} {group[0].key()}"
+    """Return the same text for all repeats of `group` under one clock, forth and back."""
+    return f"{group[0].timer} {min(str(point.key()) for point in group)}"

@@ -46,6 +46,17 @@ def test_a_disturbed_point_is_measured_again(tmp_path, machine, script, order, m
     assert (outcome.disturbed, len(rows_of(tmp_path))) == (len(marked), 6)
 
 
+def test_a_group_is_the_same_back(tmp_path):
+    class Beside(Fake):
+        differing = ("batch_size",)
+
+    outcome = run(composed(tmp_path, *GRID), Beside(wrong=[1, 2]))
+    assert (outcome.measured, len(outcome.failed)) == (0, 1)
+    beside, budget = Beside(), Budget(None)
+    run(composed(tmp_path, *GRID, "force=true"), beside, budget)
+    assert (beside.measured[:4], len(budget._costs)) == ([("Distinct", rows) for rows in (1, 2, 2, 1)], 1)
+
+
 class Stopped(Fake):
     """Batch 2 takes no time."""
 
