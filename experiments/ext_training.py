@@ -9,7 +9,7 @@ at scale=laptop: 25 seconds.
 """
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import chain, product
 from statistics import median
 from typing import Any, Literal, cast
 
@@ -57,8 +57,8 @@ class TrainingTogether(Experiment):
         shapes, numbers = _shapes(cfg.model, one.panel), cast(Any, (one.batch_size, one.seq_len, one.rank))
         count = copies(cfg, sum(k * n for k, n in shapes) * like.itemsize)
         batches = [[Training(k, n, numbers, like, seed) for k, n in shapes] for seed in range(count)]
-        of_16_bytes = all(width * like.itemsize % 16 == 0 for shape in shapes for width in shape)  # grouped_mm's rule
-        has_grouped, calls = of_16_bytes and grouped_mm_available(device, like.dtype), {}
+        widths = {one.rank, *chain(*shapes)}
+        has_grouped, calls = all(grouped_mm_available(device, like.dtype, cast(int, width)) for width in widths), {}
         for system in [point.system for point in points if has_grouped or point.system != "grouped_mm"]:
             for part in batches[0] if system in ("grouped_mm", "SGMV") else ():
                 part.check(system)

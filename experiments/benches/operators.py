@@ -203,15 +203,17 @@ def grouped_product() -> Callable[..., torch.Tensor] | None:
 
 
 @cache
-def grouped_mm_available(device: torch.device | str, dtype: torch.dtype) -> bool:
-    """Check by one product that this torch multiplies groups of ``dtype`` matrices on ``device``."""
+def grouped_mm_available(device: torch.device | str, dtype: torch.dtype, width: int = 32) -> bool:
+    """Check by one product that this torch multiplies groups of ``dtype`` matrices of ``width`` columns on ``device``;
+    it may want rows of whole units of 16 bytes.
+    """
     product = grouped_product()
     if product is None:
         return False
-    x, w = (torch.ones(shape, device=device, dtype=dtype) for shape in ((32, 32), (2, 16, 32)))
+    x, w = (torch.ones(shape, device=device, dtype=dtype) for shape in ((32, width), (2, 16, width)))
     ends = torch.tensor([16, 32], device=device, dtype=torch.int32)
     try:
-        return bool((product(x, w.transpose(1, 2), offs=ends) == 32).all())
+        return bool((product(x, w.transpose(1, 2), offs=ends) == torch.tensor(width, dtype=dtype)).all())
     except (RuntimeError, NotImplementedError, TypeError):
         return False
 
