@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 Cases = dict[str, list[int]]  # popularity -> adapter id of each request; 0 is no adapter
+Scored = list[tuple[int, float]]  # tokens and their log-probabilities
 MOST_TRIES = 5
 """Times that two lengths are timed where other work on the machine made the longer one quicker: no step took that."""
-Scored = list[tuple[int, float]]  # tokens and their log-probabilities
 
 
 class Punica:
@@ -117,7 +117,7 @@ class Measurement:
         short, long = new_tokens
 
         def step(adapters: list[int], turn: int) -> float:
-            for _ in range(MOST_TRIES):
+            for _ in range(MOST_TRIES if turn else 1):  # the first turn warms up: the shorter one may well take longer
                 seconds = {n: self._timed(prompts, adapters, [n] * len(prompts))[0] for n in in_turns(new_tokens, turn)}
                 if seconds[long] > seconds[short]:
                     break

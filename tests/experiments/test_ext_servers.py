@@ -36,7 +36,7 @@ from experiments.servers.client import run as run_load
 from experiments.servers.served import Served, is_late, run_readings, tokens_in
 from experiments.servers.stream import Job, Stream, companies, ids, stream_lengths
 from experiments.servers.systems import SYSTEMS, System, versions
-from experiments.servers.worker import Measurement, Punica
+from experiments.servers.worker import MOST_TRIES, Measurement, Punica
 from experiments.workload.arrivals import Span
 
 OF_A_FAKE = """
@@ -158,6 +158,15 @@ def test_the_first_round_warms_up(monkeypatch):
     assert measurement.decode(16, [[1]], {"": [0]}, [4, 8])["seconds"] == {"": [0.25, 0.5]}
     measurement = Measurement(Scripted(monkeypatch, steps=[100.0, 0.25, 0.5]), {"rounds": 2})
     assert measurement.prompt(16, [[1]], {"": [0]})["seconds"] == {"": [5.25, 5.5]}
+
+
+def test_lengths_are_timed_again_where_the_longer_was_quicker_but_not_to_warm_up(monkeypatch):
+    engine = Scripted(monkeypatch, steps=[100.0, 0.5, 0.5, 100.0, 0.25, 0.25])
+    assert Measurement(engine, {"rounds": 1}).decode(16, [[1]], {"": [0]}, [4, 8])["seconds"] == {"": [0.25]}
+    assert engine.log == [(0, 4), (0, 8), *[(0, 8), (0, 4)] * 2]
+    engine = Scripted(monkeypatch, steps=[-0.5])
+    assert Measurement(engine, {"rounds": 1}).decode(16, [[1]], {"": [0]}, [4, 8])["seconds"] == {"": [-0.5]}
+    assert len(engine.log) == 2 * (1 + MOST_TRIES), "then the row is refused"
 
 
 def test_a_stream_has_its_adapters_in_memory_and_counts_to_the_last_token(monkeypatch):
