@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from punica.ops.triton_ops.backbone.checks import check_dense, check_row_scales, check_rows, check_shape
+from punica.ops.triton_ops.backbone.checks import check_dense, check_row_scales, check_rows, check_same, check_shape
 from punica.ops.triton_ops.device import accumulator, dot, pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
 from punica.ops.triton_ops.launch import Launch, all_aligned, block_at_least, on_device, stages_that_fit, supports_pdl
@@ -378,8 +378,8 @@ def _check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: T
     n, _ = check_shape("weight", weight, (None, k))
     if tokens > MAX_TOKENS or k == 0:
         raise ValueError(f"skinny_gemm takes up to {MAX_TOKENS} rows, none empty, got {list(x.shape)}; use F.linear")
+    check_rows("x", x)
     check_rows("weight", weight)
-    operands = {"out": (out, (tokens, n)), "x": (x, (tokens, k))} | ({} if bias is None else {"bias": (bias, (n,))})
     if not check_row_scales("weight", weight, scale, x.device):
-        operands["weight"] = weight, (n, k)
-    check_dense(x, **operands)
+        check_same(x, weight=weight)
+    check_dense(x, out=(out, (tokens, n)), **({} if bias is None else {"bias": (bias, (n,))}))
