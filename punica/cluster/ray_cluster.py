@@ -313,8 +313,8 @@ class RayCluster(Generation, AbstractContextManager["RayCluster"]):
         self._failed += self._replace(uuid, reason)
 
     def _order(self) -> None:
-        while self._dispatcher.startable:
-            uuid = min(self._dispatcher.startable)
+        while due := self._dispatcher.startable:
+            uuid = min(due)
             command = self._dispatcher.begin(uuid)
             if command is not None:
                 begin_s = time.perf_counter()  # before the order: the step may end while it is sent
