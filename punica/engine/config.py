@@ -258,7 +258,7 @@ def graph_reserve(model: LlamaForCausalLM, config: EngineConfig) -> int:
     inner *= getattr(sizes, "num_experts_per_tok", None) or 1
     decodes, prompts = decode_sizes(config.max_batch_size), prompt_sizes(config.max_num_batched_tokens)
     verifies = verify_sizes(config.max_batch_size, config.speculate)
-    elements = (prompts[-1] + decodes[-1]) * (4 * sizes.hidden_size + 3 * inner)
+    elements = config.max_step_rows * (4 * sizes.hidden_size + 3 * inner)
     elements += 2 * max(decodes[-1], verifies[-1]) * sizes.vocab_size
     elements += min(MOST_DEQUANTISED, max((one.numel() for one in model.parameters() if one.dtype == E4M3), default=0))
     # each with LoRA again for adapters of embedding or head
