@@ -190,14 +190,14 @@ def _products(batch: LoRABatch, stack: Stack) -> Iterator[tuple[int, Tensor, int
     (slots, counts), stored = batch.rows.present, stack.form.stored
     if slots.size and slots[-1] >= stored.slots:
         raise ValueError(f"the step uses slot {slots[-1]}; the weights have slots 0 to {stored.slots - 1}")
-    parts = torch.from_numpy(batch.rows.order).split(counts.tolist())
+    parts = torch.from_numpy(batch.rows.order).to(stored.device).split(counts.tolist())
     for slot, rows in zip(slots.tolist(), parts, strict=True):
         column = 0
         for i, width in enumerate(stored.widths if slot >= 0 else ()):
             rank = stored.rank if stack.ranks is None else int(stack.ranks[i, slot])
             if not 0 <= rank <= stored.rank:
                 raise ValueError(f"lora_ranks holds {rank} for slot {slot}; expected 0 to {stored.rank}")
-            yield slot, rows.to(stored.device), i, rank, slice(column, column + width)
+            yield slot, rows, i, rank, slice(column, column + width)
             column += width
 
 
