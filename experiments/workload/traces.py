@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, StrictInt, TypeAdapter, ValidationError
 
 from experiments.workload.lengths import RequestLengths, rescaled
 from experiments.workload.popularity import WORKLOADS, popularity
@@ -50,15 +50,18 @@ def _seconds(given: Any) -> float:
         return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
+_Tokens = Annotated[int, BeforeValidator(lambda given: int(str(given)))]  # no true, no 2.0
+
+
 class TracedRequest(NamedTuple):
     """A request of a trace, in seconds and tokens; ``blocks``: ids of its prompt's full blocks."""
 
     arrival: Annotated[float, BeforeValidator(_seconds), Field(gt=-1e15, lt=1e15)]
-    prompt: Annotated[int, Field(gt=0, lt=2**31)]
-    output: Annotated[int, Field(ge=0, lt=2**31)]
+    prompt: Annotated[_Tokens, Field(gt=0, lt=2**31)]
+    output: Annotated[_Tokens, Field(ge=0, lt=2**31)]
     client: Annotated[str, Field(min_length=1)] = ""
     session: Annotated[str, BeforeValidator(lambda given: given or "")] = ""
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[StrictInt, ...] = ()
 
 
 _REQUEST = TypeAdapter(TracedRequest)

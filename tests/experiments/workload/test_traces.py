@@ -54,7 +54,8 @@ WRONG = {
              "output_tokens": ["-1", ""]},
     "azure": {"TIMESTAMP": ["yesterday", "inf"], "ContextTokens": ["", "9" * 30], "GeneratedTokens": ["many"]},
     "burstgpt": {"Timestamp": ["?"], "Model": [""], "Request tokens": ["0"], "Response tokens": ["1e3"]},
-    "mooncake": {"timestamp": [None], "input_length": [1.5], "output_length": [-1], "hash_ids": ["12", [1.5], None]},
+    "mooncake": {"timestamp": [None], "input_length": [1.5, True], "output_length": [-1, 2.0],
+                 "hash_ids": ["12", [1.5], None, [True], ["5"], [5.0]]},
 }  # fmt: skip
 CASES = [(form, column, value) for form, of in WRONG.items() for column, values in of.items() for value in values]
 
