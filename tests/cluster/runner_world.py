@@ -33,15 +33,13 @@ def factory(max_batch_size: int = 4, num_blocks: int | None = 64, **fields) -> p
     return partial(random_engine, MODEL, config.lora_config(16), config, seed=3)
 
 
-def requests(
-    adapters: dict[int, LoRARequest], count: int, seed: int = 0, longest: int = 24, seeded: bool = False
-) -> list[Request]:
+def requests(adapters: dict[int, LoRARequest], count: int, seed: int = 0, seeded: bool = False) -> list[Request]:
     """Build greedy and sampled requests; unless ``seeded``, tokens of some depend on the number of requests before."""
     chance = np.random.Generator(np.random.PCG64(seed))
     made = []
     for i in range(count):
         prompt = chance.integers(0, MODEL.vocab_size, chance.integers(1, 20)).tolist()
-        new = int(chance.integers(1, longest))
+        new = int(chance.integers(1, 24))
         params = (
             SamplingParams(new),
             SamplingParams(new, temperature=1.0, seed=i),

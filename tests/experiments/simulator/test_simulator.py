@@ -11,10 +11,10 @@ from punica.cluster import ClusterPolicy
 SECOND = StepCost("a step is a second", base=1.0, row=0.0, kv=0.0, prefill=0.0, rank=0.0)
 
 
-def trace(arrivals, prompts, outputs, adapters=None, ranks=None) -> Trace:
+def trace(arrivals, prompts, outputs) -> Trace:
     count = len(arrivals)
     lengths = RequestLengths(np.array(prompts), np.array(outputs))
-    return Trace(np.array(arrivals, float), lengths, np.array(adapters or [1] * count), np.array(ranks or [16] * count))
+    return Trace(np.array(arrivals, float), lengths, np.full(count, 1), np.full(count, 16))
 
 
 def one_gpu(pages: int = 2000, **settings) -> ClusterPolicy:
