@@ -12,7 +12,7 @@ from torch import Tensor
 
 from punica.ops.experts import Experts, Fp8Experts, Switches
 from punica.ops.scales import Scheme
-from tests.ops.helpers import E4M3, E5M2, TOLERANCE, Fp8Stack
+from tests.ops.helpers import E4M3, E5M2, TOLERANCE, Fp8Stack, real_rows
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "tensor": {},
@@ -110,15 +110,11 @@ class World:
         return values, scales, real
 
     def _store_x(self) -> None:
-        rows, k = self.x.shape
-        group = SCHEMES[self.case.fp8 or ""].get("group_k", k)
-        shape = {"one": (), "rows": (rows, 1), "groups": (rows, -(-k // group))}[self.case.x_scales]
+        scheme, (rows, k) = SCHEMES[self.case.fp8 or ""], self.x.shape
+        shape = {"one": (), "rows": (rows, 1), "groups": (rows, -(-k // scheme.get("group_k", k)))}[self.case.x_scales]
         self.x_scale = torch.rand(shape, generator=self.generator) + 0.5
         self.x = self.x.float().to(E4M3)
-        wide = self.x_scale.double()
-        if self.case.x_scales == "groups":
-            wide = wide[:, torch.arange(k) // group]
-        self.real_x = self.x.float().double() * wide
+        self.real_x = real_rows(self.x, self.x_scale, scheme)
 
     def _slots(self) -> Tensor:
         if self.case.mapping is not None:
