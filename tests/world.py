@@ -176,9 +176,9 @@ def reading_beside(engine: Engine) -> Engine:
 
 
 def damage(folder: str | Path, factor: float = float("nan")) -> None:
-    """Spoil the numbers of an adapter, which shows when they are read, not when a request arrives."""
+    """Spoil the numbers of an adapter, which shows when they are read, not when a request arrives: its header stays."""
     file = Path(folder) / "adapter_model.safetensors"
-    save_file({name: tensor * factor for name, tensor in load_file(file).items()}, file)
+    save_file({name: tensor * factor for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
 
 
 def logits_of(engine: Engine, requests: Sequence[Request]) -> dict[str, list[torch.Tensor]]:

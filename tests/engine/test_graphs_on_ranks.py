@@ -9,14 +9,13 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from punica.adapters import LoRARequest
 from punica.engine import Engine, EngineConfig, Request, cuda_graph
 from punica.engine.cuda_graph import GraphShape, StepGraphs
 from punica.parallel import collectives_can_be_captured, current_group, tensor_parallel
 from tests.parallel.thread_ranks import on_threads
-from tests.world import torch_without_gpu
+from tests.world import damage, torch_without_gpu
 
 DECODE = GraphShape(0, 8, 1)
 
@@ -156,10 +155,7 @@ def test_engines_of_all_ranks_want_the_same_graphs_in_order(backbone, mixed_wish
 
 def test_a_step_that_fails_on_one_rank_while_the_model_runs_is_the_last(backbone, tmp_path) -> None:
     """An adapter that one rank cannot read fails its request only: ranks agree on it between steps."""
-    poisoned = shutil.copytree(backbone.adapters[1].lora_path, tmp_path / "poisoned")
-    file = poisoned / "adapter_model.safetensors"
-    infinite = {name: tensor * float("inf") for name, tensor in load_file(file).items()}
-    save_file(infinite, file, metadata={"format": "pt"})  # the other's header
+    damage(poisoned := shutil.copytree(backbone.adapters[1].lora_path, tmp_path / "poisoned"), float("inf"))
 
     def body(rank: int) -> list:
         engine, said = backbone.engine(max_batch_size=2), []
