@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fakes import composed, measured, settled
+from tiny import values
 
 from experiments.benches import fp8_operator, mixtures, operators
 from experiments.benches.engine_steps import EngineSteps
@@ -59,8 +60,7 @@ def test_wrong_scales_fail_the_check(tmp_path, monkeypatch):
 
 def test_every_way_is_timed_with_its_lora_part(tmp_path):
     words = "figure.parts=[q_proj]", "figure.adapters=[2]", "figure.tokens=[8,40]"
-    run(composed(tmp_path, *words, name="ext_training"), TRAINING)
-    rows = read_rows(tmp_path / "cpu" / "smoke" / "rows" / "ext_training.csv")
+    rows = read_rows(run(composed(tmp_path, *words, name="ext_training"), TRAINING).rows_file)
     metrics = ("latency", "lora_latency", "lora_forward", "lora_backward")
     expected = {(system, metric) for system in ("loop", "grouped_mm", "SGMV") for metric in metrics}
     assert {(row.system, row.metric) for row in rows} == expected | {("one by one", "latency")}
@@ -95,9 +95,7 @@ def test_readings_of_a_cell(tmp_path, monkeypatch) -> None:
     assert [(points[0].panel, [SYSTEMS[one.system] for one in points]) for points in cells] == [
         (panel, [0, 7]) for panel in ADAPTERS
     ]
-    found = []
-    for readings in SPECULATION.measure_together(cfg, cells[2]):
-        found.append({one.metric: one.value for one in readings if one.statistic in ("median", "value")})
+    found = [values(readings) for readings in SPECULATION.measure_together(cfg, cells[2])]
     assert [one["break_even"] for one in found] == [one["step_latency"] / found[0]["step_latency"] for one in found]
     monkeypatch.setattr(SPECULATION._bench(cfg).engine.scheduler, "draft", lambda request, most: [1])
     with pytest.raises(CheckFailed, match="7 drafts"):
@@ -122,7 +120,7 @@ def test_readings_of_every_system(tmp_path, monkeypatch) -> None:
     cfg = settled(tmp_path, PRICE, "figure.bases=[FP8 both]")
     for points in PRICE.together(PRICE.points(cfg)):
         for point, readings in zip(points, PRICE.measure_together(cfg, points), strict=True):
-            values = {one.metric: one.value for one in readings if one.statistic in ("median", "value")}
-            assert ("added_latency" in values) == (point.system != NONE)
-            assert values["floor"] == values["bytes_moved"] / 1e6 < 1e3 * values["step_latency"]
+            found = values(readings)
+            assert ("added_latency" in found) == (point.system != NONE)
+            assert found["floor"] == found["bytes_moved"] / 1e6 < 1e3 * found["step_latency"]
     PRICE.release()
