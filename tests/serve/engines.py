@@ -3,7 +3,6 @@
 import asyncio
 import ctypes
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,22 +42,16 @@ class Served:
         """Have the next steps raise."""
         self.failures.write_text("x" * count)
 
-    def slow_steps(self, slow: bool) -> None:
-        """Have steps last 50 ms more, or no longer."""
-        self.failures.write_text("slow" if slow else "")
-
 
 def failing_engine(world: World, failures: Path, **sizes: Any) -> Engine:
-    """An engine whose steps raise for each x in a file, or last while it says so."""
+    """An engine whose steps raise for each x in a file."""
     engine = world.engine(2, **sizes)
     step = engine.step
 
     def failing() -> Any:
-        left = failures.read_text()
-        if left.startswith("x"):
+        if left := failures.read_text():
             failures.write_text(left[1:])
             raise RuntimeError("injected")
-        time.sleep(0.05 * left.startswith("slow"))
         return step()
 
     engine.step = failing  # type: ignore[method-assign]
