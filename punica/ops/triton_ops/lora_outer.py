@@ -18,7 +18,7 @@ from punica.ops.triton_ops.launch import block_at_least, launch_alone, stages_th
 from punica.ops.triton_ops.schedules import Gpu
 from punica.ops.weights import Stack
 
-_ROW_BYTES, _MOST_LANES, _STAGES, _COLUMNS = 128, 64, 3, (128, 64, 32)  # the most columns that occupy the device
+_TILE_BYTES, _MOST_LANES, _STAGES, _COLUMNS = 1 << 14, 64, 3, (128, 64, 32)  # the most columns that occupy the device
 
 
 class OuterShape(NamedTuple):
@@ -74,10 +74,11 @@ def outer_products(out: Tensor, low: Tensor, x: Tensor, stack: Stack, batch: LoR
     """Write into the zeros of `Stack.gradients`. The grid is that of the step: a captured graph serves it alone."""
     stored, ranks, segments = stack.form.stored, stack.ranks, len(batch.rows.present[0])
     widths, element = stored.widths, x.element_size()
-    block_r, block_t = min(_MOST_LANES, block_at_least(stored.rank)), _ROW_BYTES // element
-    lanes, wanted = triton.cdiv(stored.rank, block_r), Gpu.of(out.device).multiprocessors
+    block_r, wanted = min(_MOST_LANES, block_at_least(stored.rank)), Gpu.of(out.device).multiprocessors
+    lanes = triton.cdiv(stored.rank, block_r)
     grids = {n: (sum(triton.cdiv(width, n) for width in widths), segments, lanes) for n in _COLUMNS}
     block_n = next((n for n, (blocks, *_) in grids.items() if blocks * segments * lanes >= wanted), _COLUMNS[-1])
+    block_t = _TILE_BYTES // (block_n * element)  # narrow tiles are of more rows, as many bytes are under way
     stages = stages_that_fit(_STAGES, block_t * (block_n * element + block_r * 4), out.device)
     shape = OuterShape(
         stored.rank, widths, (0, *accumulate(widths[:-1])), len(widths), stack.rank_dim == -2, ranks is not None,
