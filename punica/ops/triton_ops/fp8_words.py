@@ -64,6 +64,29 @@ def _unpacked(words, FORMAT: tl.constexpr):
     )  # fmt: skip
 
 
+_HALVE = tl.constexpr("""{
+    .reg .b32 bytes;
+    .reg .b16 even, odd;
+    prmt.b32 bytes, $2, 0, 0x3120;
+    mov.b32 {even, odd}, bytes;
+    cvt.rn.f16x2.e4m3x2 $0, even;
+    cvt.rn.f16x2.e4m3x2 $1, odd;
+}""")
+
+
+@triton.jit
+def upcast_pairs(words, NATIVE: tl.constexpr, DTYPE: tl.constexpr):
+    """Upcast words of two e4m3 values to two tensors of 16 bits, of their lower and of their upper bytes."""
+    if NATIVE:
+        even, odd = tl.inline_asm_elementwise(
+            _HALVE, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        even = upcast((words & 0xFF).to(tl.uint8), 1, DTYPE)
+        odd = upcast(((words >> 8) & 0xFF).to(tl.uint8), 1, DTYPE)
+    return even.to(DTYPE), odd.to(DTYPE)
+
+
 @triton.jit
 def upcast_words(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.constexpr):
     """Upcast words to four tensors, of every fourth column each. NATIVE: by instructions, to 16 bits or float32."""

@@ -181,8 +181,7 @@ def plan_gemm_and_shrink(
 
 
 def _form_of(x: Tensor, base: BaseForm) -> GemmForm:
-    n, k = base.weight[:2]
-    return choose_form(n, k, x.shape[0], x.dtype, Gpu.of(x.device).multiprocessors, batch_invariant=False)
+    return choose_form(base.weight, x.shape[0], x.dtype, Gpu.of(x.device).multiprocessors, batch_invariant=False)
 
 
 _HERE = nullcontext()

@@ -157,7 +157,7 @@ def test_adapters_in_fp8(w8a8, rank, device, fused) -> None:
 @pytest.mark.parametrize("slots", [DISTINCT, [4], [-1, -1, -1]], ids=["distinct", "one", "none"])
 @pytest.mark.parametrize(("dtype", "rank"), [(FP16, 16), (torch.bfloat16, 8), (FP16, 32)])
 def test_base_in_fp8(slots, dtype, rank, device, fused) -> None:
-    with_bias, case = dtype == FP16, Case(slots, device, dtype, rank=rank)
+    with_bias, case = dtype == FP16, Case(slots, device, dtype, rank=rank, k=208)
     values, scale = quantize_per_channel(case.weight.float())
     base = values, case.bias if with_bias else None, scale
     linear(case.y, case.x, case.a, case.b, case.step, 0.5, base=base)

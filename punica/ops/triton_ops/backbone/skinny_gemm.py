@@ -11,7 +11,8 @@ Two kernels, one meaning:
 With PDL (compute capability 9.0) a program prefetches its first tile of weights before it waits for the predecessor,
 which wrote x but no weight. Two or four tiles cost a step of 7B 0.05 and 0.1 ms (H200). K may be cut among programs:
 each writes a partial of float32, and the last at a tile adds them in ascending order, so that the bits repeat.
-A weight in float8_e4m3fn is read as bytes and upcast in registers, exactly; its scales, one per row, multiply the sums.
+A weight in float8_e4m3fn is upcast in registers, exactly; its scales, one per row, multiply the sums. It is read in
+words of 4 (one row of x) or 2 values, where 16 bytes are aligned: single bytes cost more instructions than time allows.
 """
 
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from punica.ops.triton_ops.backbone.checks import check_dense, check_row_scales, check_rows, check_same, check_shape
 from punica.ops.triton_ops.device import accumulator, dot, pdl_launch_then_wait
 from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
+from punica.ops.triton_ops.fp8_words import upcast_pairs, upcast_words
 from punica.ops.triton_ops.launch import Launch, all_aligned, block_at_least, on_device, stages_that_fit, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 from punica.ops.triton_ops.schedules import Gpu
@@ -76,6 +78,7 @@ class GemmTiles(NamedTuple):
     has_bias: bool
     pdl: bool
     format: int
+    words: bool
 
 
 class GemmRows(NamedTuple):
@@ -93,14 +96,19 @@ class GemmRows(NamedTuple):
 
 
 class WeightForm(NamedTuple):
-    """Shape, layout and format of ``weight [n, k]``, and its bias. prefetches: rows are whole units of 16 bytes."""
+    """Shape, layout and format of ``weight [n, k]``, and its bias. whole: rows are whole units of 16 bytes."""
 
     n: int
     k: int
     stride: int
     has_bias: bool
-    prefetches: bool
+    whole: bool
     format: int
+
+    @property
+    def words(self) -> bool:
+        """Whether FP8 values are read several at a time."""
+        return self.whole and self.format > 0
 
 
 def weight_form(weight: Tensor, bias: Tensor | None) -> WeightForm:
@@ -152,7 +160,7 @@ def _store(out_ptrs, total, base, offs_n, mask, GEMM: tl.constexpr):
 @triton.jit
 def _add_products(sums, w, x_ptrs, x_stride, left, offs_k, GEMM: tl.constexpr):
     """Add the products of one tile to every token's sums [PARTS, BLOCK_N], those of a vector added up first."""
-    weights = upcast(w, GEMM.format, tl.float32)
+    weights = w.to(tl.float32)
     mask = offs_k < (1 << 30 if GEMM.k % GEMM.block_k == 0 else left)
     added: tl.tuple = ()
     TOKENS: tl.constexpr = GEMM.tokens
@@ -194,19 +202,72 @@ def _gemm_rows_kernel(x_ptr, base, strides, GEMM: tl.constexpr):
 
 
 @triton.jit
-def add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM: tl.constexpr):
-    """Add to acc [block_n, block_t] the products of the tiles `first` to `end` of K."""
+def _add_word_products(sums, words, x_ptrs, offs_k, left, NATIVE: tl.constexpr):
+    """Add the products of words [PARTS, BLOCK_N, 2] to sums [PARTS, BLOCK_N]; x is read four values to a word, too."""
+    TYPE: tl.constexpr = x_ptrs.dtype.element_ty
+    values = upcast_words(words, 1, NATIVE, tl.float32)
+    x_words = tl.load(x_ptrs.to(tl.pointer_type(tl.int64), bitcast=True), mask=offs_k < left, other=0)
+    products = tl.zeros(words.shape, tl.float32)
+    for i in tl.static_range(4):
+        x = (x_words >> (16 * i)).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+        products += values[i] * x[:, None, :]
+    return sums + tl.sum(products, 2)
+
+
+@triton.jit
+def _gemm_word_row_kernel(x_ptr, base, w_stride, GEMM: tl.constexpr):
+    """Compute block_n outputs of one row of x, aligned to 8 bytes, from a weight in FP8. A thread loads four words, and
+    x for two: as much of both is one load of 16 bytes.
+    """
+    PARTS: tl.constexpr = GEMM.block_k // 16
+    WORDS: tl.constexpr = GEMM.block_k // 4
+    STEPS: tl.constexpr = (GEMM.k + GEMM.block_k - 1) // GEMM.block_k
+    NATIVE: tl.constexpr = base[0].dtype.element_ty != tl.uint8
+    offs_n = tl.program_id(0) * GEMM.block_n + tl.arange(0, GEMM.block_n)
+    offs_w = (tl.arange(0, PARTS) * 4)[:, None] + tl.arange(0, 4)[None, :]
+    offs_k = (tl.arange(0, PARTS) * 16)[:, None] + (tl.arange(0, 2) * 4)[None, :]
+    rows = tl.minimum(offs_n, GEMM.n - 1).to(tl.int64) * tl.multiple_of(w_stride // 4, 4)
+    w_ptrs = base[0].to(tl.pointer_type(tl.int32)) + rows[None, :, None] + offs_w[:, None, :]
+    sums = accumulator(PARTS, GEMM.block_n)
+    words = tl.load(w_ptrs, mask=(offs_w < GEMM.k // 4)[:, None, :], other=0)
+    pdl_launch_then_wait(GEMM.pdl)
+    for step in tl.range(0, STEPS, num_stages=1):
+        following = (step + 1) * WORDS
+        more = (offs_w < GEMM.k // 4 - following)[:, None, :]
+        words_next = tl.load(w_ptrs + following, mask=more, other=0)
+        halves = tl.split(tl.permute(tl.reshape(words, [PARTS, GEMM.block_n, 2, 2]), [0, 1, 3, 2]))
+        for half in tl.static_range(2):
+            start = step * GEMM.block_k + 8 * half
+            x_ptrs = x_ptr + start + offs_k
+            sums = _add_word_products(sums, halves[half], x_ptrs, offs_k, GEMM.k - start, NATIVE)
+        words = words_next
+    _store(base[2] + offs_n, tl.sum(sums, 0), base, offs_n, offs_n < GEMM.n, GEMM)
+
+
+@triton.jit
+def add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, NATIVE: tl.constexpr, GEMM: tl.constexpr):
+    """Add to acc [block_n, block_t] the products of the tiles `first` to `end` of K. Two values of a word belong to two
+    products, of x at even and at odd k.
+    """
     EVEN_K: tl.constexpr = GEMM.k % GEMM.block_k == 0
+    UNIT: tl.constexpr = 2 if GEMM.words else 1
+    HALF: tl.constexpr = GEMM.block_k // UNIT
     for step in tl.range(first, end, num_stages=GEMM.stages):
         start = step * GEMM.block_k
         if EVEN_K:
-            w = tl.load(w_ptrs + start)
+            w = tl.load(w_ptrs + step * HALF)
             x = tl.load(x_ptrs + start, mask=mask_t[:, None], other=0.0)
         else:
-            mask_k = offs_k < GEMM.k - start
-            w = tl.load(w_ptrs + start, mask=mask_k[:, None], other=0.0)
-            x = tl.load(x_ptrs + start, mask=mask_t[:, None] & mask_k[None, :], other=0.0)
-        acc = dot(x, upcast(w, GEMM.format, x.dtype), acc, True)
+            mask_w = tl.arange(0, HALF) < GEMM.k // UNIT - step * HALF
+            w = tl.load(w_ptrs + step * HALF, mask=mask_w[:, None], other=0)
+            x = tl.load(x_ptrs + start, mask=mask_t[:, None] & (offs_k < GEMM.k - start)[None, :], other=0.0)
+        if GEMM.words:
+            w_even, w_odd = upcast_pairs(w, NATIVE, x.dtype)
+            x_even, x_odd = tl.split(tl.reshape(x, [GEMM.block_t, HALF, 2]))
+            acc = dot(x_even, w_even, acc, True)
+            acc = dot(x_odd, w_odd, acc, True)
+        else:
+            acc = dot(x, upcast(w, GEMM.format, x.dtype), acc, True)
     return acc
 
 
@@ -237,8 +298,14 @@ def gemm_tile(x_ptr, base, sums, tile, split, tokens, strides, GEMM: tl.constexp
     nor from block_t. ``base``, ``strides``: as in the kernels; ``sums``: partials and counters of split K.
     """
     BLOCK_N: tl.constexpr = GEMM.block_n
-    w_ptr = base[0]
+    UNIT: tl.constexpr = 2 if GEMM.words else 1
+    BLOCK_W: tl.constexpr = GEMM.block_k // UNIT
+    NATIVE: tl.constexpr = base[0].dtype.element_ty != tl.uint8
     x_stride, w_stride, out_stride = strides
+    w_ptr = base[0]
+    if GEMM.words:
+        w_ptr = w_ptr.to(tl.pointer_type(tl.int16))
+        w_stride = tl.multiple_of(w_stride // 2, 8)
     STEPS: tl.constexpr = (GEMM.k + GEMM.block_k - 1) // GEMM.block_k
     first, end = STEPS * split // GEMM.split_k, STEPS * (split + 1) // GEMM.split_k
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -246,15 +313,13 @@ def gemm_tile(x_ptr, base, sums, tile, split, tokens, strides, GEMM: tl.constexp
     mask_t = offs_t < tokens
     w_rows = w_ptr + tl.minimum(offs_n, GEMM.n - 1).to(tl.int64) * w_stride  # the last row stands for those behind it
     if GEMM.pdl and GEMM.ahead > 0:
-        bring_near(
-            w_rows + first * GEMM.block_k,
-            tl.minimum(tl.minimum(end * GEMM.block_k, GEMM.k) - first * GEMM.block_k, GEMM.ahead),
-        )
+        start = first * BLOCK_W
+        bring_near(w_rows + start, tl.minimum(tl.minimum(end * BLOCK_W, GEMM.k // UNIT) - start, GEMM.ahead // UNIT))
     pdl_launch_then_wait(GEMM.pdl)
     x_ptrs = x_ptr + offs_t[:, None] * x_stride + offs_k[None, :]  # [GEMM.block_t, BLOCK_K]
     acc = accumulator(GEMM.block_n, GEMM.block_t)
-    w_ptrs = w_rows[None, :] + offs_k[:, None]  # [BLOCK_K, BLOCK_N]
-    acc = add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM)
+    w_ptrs = w_rows[None, :] + tl.arange(0, BLOCK_W)[:, None]  # [BLOCK_W, BLOCK_N]
+    acc = add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, NATIVE, GEMM)
     finish_tile(acc, base, sums, (tile, split), (offs_n, offs_t), mask_t, out_stride, GEMM)
 
 
@@ -263,27 +328,41 @@ def _gemm_tiles_kernel(x_ptr, base, sums, tokens, strides, GEMM: tl.constexpr):
     gemm_tile(x_ptr, base, sums, tl.program_id(0), tl.program_id(1), tokens, strides, GEMM)
 
 
-def choose_form(n: int, k: int, tokens: int, dtype: torch.dtype, processors: int, batch_invariant: bool) -> GemmForm:
+def choose_form(
+    weight: WeightForm, tokens: int, dtype: torch.dtype, processors: int, batch_invariant: bool
+) -> GemmForm:
     """Choose the kernel for a shape. ``batch_invariant``: the same for every number of tokens.
 
     Fitted on an H200 to the projections of Llama-2 7B and 13B, each behind the kernel that it follows in a layer. One
     row takes 3.3 ms for all weights of the 7B, where their bytes take 3.1 and cuBLAS 3.8; 32 rows 3.7 and 4.0.
     """
-    wide = dtype == torch.float32
-    if tokens <= MAX_ROWS and not batch_invariant and (tokens == 1 or k % 2048 == 0):
+    k, wide = weight.k, dtype == torch.float32
+    if weight.format:
+        if weight.words and not wide and tokens == 1 and not batch_invariant:
+            return RowsForm(4, min(2048, block_at_least(k)), 4)
+    elif tokens <= MAX_ROWS and not batch_invariant and (tokens == 1 or k % 2048 == 0):
         if k % 2048 == 0 and not wide:
             return RowsForm(2, 2048, 8 if tokens == 1 else 4)
         block_k = min(1024 if k > 8192 else 512, block_at_least(k))
         return RowsForm(4, block_k, 4)
-    return choose_tiles(n, k, tokens, dtype, processors)
+    return choose_tiles(weight, tokens, dtype, processors)
 
 
-def choose_tiles(n: int, k: int, tokens: int, dtype: torch.dtype, processors: int) -> TilesForm:
-    """Choose the schedule of the tiles kernel; but for block_t, no part of it depends on the number of tokens."""
-    block_k = min(32 if dtype == torch.float32 else 128, block_at_least(k))
+def choose_tiles(weight: WeightForm, tokens: int, dtype: torch.dtype, processors: int) -> TilesForm:
+    """Choose the schedule of the tiles kernel; bits follow block_k and split_k, which tokens do not change. Per byte of
+    FP8 x is read twice as often, from L2: those tiles are larger.
+    """
+    n, k, *_ = weight
+    words, many = weight.words and dtype != torch.float32, triton.cdiv(n, 128) >= processors
+    block_k = min(32 if dtype == torch.float32 else 256 if words and not many else 128, block_at_least(k))
     wanted, most = 2 * processors // triton.cdiv(n, 64), triton.cdiv(k, 4 * block_k)  # enough programs, none idle
     split_k = max(1, min(wanted, most, 8))
-    return TilesForm(block_at_least(tokens), 64, block_k, split_k, 4, 4, block_k)
+    block_n, stages, warps = 64, 4, 4
+    if words and many:
+        block_n = 128
+    elif words and tokens > 32:
+        block_n, stages, warps = 128, 3, 8
+    return TilesForm(block_at_least(tokens), block_n, block_k, split_k, stages, warps, block_k)
 
 
 _ARRIVED = WeakTensorKeyDictionary()
@@ -318,10 +397,11 @@ def skinny_gemm(
     float32 takes IEEE products.
     """
     _check(out, x, weight, bias, scale)
-    (tokens, k), n = x.shape, weight.shape[0]
-    if tokens == 0 or n == 0:
+    tokens = x.shape[0]
+    if tokens == 0 or weight.shape[0] == 0:
         return
-    form = choose_form(n, k, tokens, x.dtype, Gpu.of(x.device).multiprocessors, batch_invariant)
+    steady = batch_invariant or x.data_ptr() % 8 != 0  # one row of x is read in words of 8 bytes
+    form = choose_form(weight_form(weight, bias), tokens, x.dtype, Gpu.of(x.device).multiprocessors, steady)
     run_form(out, x, weight, bias, form, scale)
 
 
@@ -344,7 +424,8 @@ def run_form(out: Tensor, x: Tensor, weight: Tensor, bias: Any, form: GemmForm, 
     if isinstance(form, RowsForm):
         vector, kind = 16 // weight.element_size(), fp8_format(weight.dtype)
         rows = GemmRows(n, k, tokens, form.block_n, form.block_k, vector, bias is not None, pdl, kind)
-        launch = Launch(_gemm_rows_kernel, (tiles, 1, 1), (x.dtype,), strides, {"GEMM": rows}, **shared)
+        kernel, of = (_gemm_word_row_kernel, strides[1:2]) if kind else (_gemm_rows_kernel, strides)
+        launch = Launch(kernel, (tiles, 1, 1), (x.dtype,), of, {"GEMM": rows}, **shared)
     else:
         constants = {"GEMM": gemm_tiles(form, x, weight_form(weight, bias), pdl)}
         grid = (tiles, form.split_k, 1)
@@ -359,8 +440,8 @@ def gemm_tiles(form: TilesForm, x: Tensor, weight: WeightForm, pdl: bool) -> Gem
     tile_bytes = form.block_k * (form.block_n * (1 if weight.format else size) + form.block_t * size)
     return GemmTiles(
         weight.n, weight.k, form.block_t, form.block_n, form.block_k, form.split_k,
-        stages_that_fit(form.num_stages, tile_bytes, x.device), form.ahead if weight.prefetches else 0,
-        weight.has_bias, pdl, weight.format,
+        stages_that_fit(form.num_stages, tile_bytes, x.device), form.ahead if weight.whole else 0,
+        weight.has_bias, pdl, weight.format, weight.words and size == 2,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from test_layer_kernels import DTYPES, TOLERANCE, rows_apart
 from punica.capture import capture
 from punica.ops.quant import E4M3, dequantize, quantize_per_channel
 from punica.ops.triton_ops.backbone import dequantise, skinny_gemm
-from punica.ops.triton_ops.backbone.skinny_gemm import GemmForm, RowsForm, TilesForm, choose_form, run_form
+from punica.ops.triton_ops.backbone.skinny_gemm import GemmForm, RowsForm, TilesForm, WeightForm, choose_form, run_form
 
 STORED = pytest.mark.parametrize(("dtype", "fp8"), list(itertools.product(DTYPES, (False, True))), ids=str)
 TOKENS = (1, 2, 3, 8, 16, 17, 32, 33, 64)
@@ -72,10 +72,10 @@ def test_odd_sizes_and_layouts(tokens: int, n: int, k: int, gap: int, device: st
 
 
 @pytest.mark.parametrize("split_k", [1, 2, 3])
-@pytest.mark.parametrize(("k", "fp8"), [(192, False), (200, False), (200, True)])
+@pytest.mark.parametrize(("k", "fp8"), [(192, False), (200, False), (192, True), (208, True)])
 def test_every_form_and_split(k: int, fp8: bool, split_k: int, device: str) -> None:
+    Case(1 if fp8 else 3, 40, k, torch.float16, device, fp8=fp8).run_form(RowsForm(2 << split_k, 32, 4))
     case = Case(3, 40, k, torch.float16, device, fp8=fp8)
-    case.run_form(RowsForm(2 << split_k, 32, 4))
     for block_t, ahead in ((8, 0), (16, 64)):
         case.run_form(TilesForm(block_t, 16, 32, split_k, 3, 4, ahead))
 
@@ -104,11 +104,13 @@ def test_every_value_of_fp8_with_scales_of_any_size(tokens: int, device: str) ->
 
 
 def test_the_invariant_form_is_one_form() -> None:
-    for (n, k), dtype in itertools.product(((4096, 4096), (12288, 4096), (4096, 11008)), DTYPES):
-        forms = [choose_form(n, k, tokens, dtype, 132, True) for tokens in range(1, 65)]
+    sizes = ((4096, 4096), (12288, 4096), (22016, 4096), (4096, 11008))
+    for (n, k), (dtype, fp8) in itertools.product(sizes, itertools.product(DTYPES, (0, 1))):
+        weight = WeightForm(n, k, k, False, True, fp8)
+        forms = [choose_form(weight, tokens, dtype, 132, True) for tokens in range(1, 65)]
         tiles = [form for form in forms if isinstance(form, TilesForm)]
         assert len(tiles) == len(forms)
-        assert len({form._replace(block_t=0) for form in tiles}) == 1
+        assert len({(form.block_k, form.split_k) for form in tiles}) == 1
         assert min(form.block_t - tokens for tokens, form in enumerate(tiles, 1)) == 0
 
 
