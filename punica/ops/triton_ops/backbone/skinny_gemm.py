@@ -259,7 +259,7 @@ def add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, NATIVE: tl.conste
             x = tl.load(x_ptrs + start, mask=mask_t[:, None], other=0.0)
         else:
             mask_w = tl.arange(0, HALF) < GEMM.k // UNIT - step * HALF
-            w = tl.load(w_ptrs + step * HALF, mask=mask_w[:, None], other=0)
+            w = tl.load(w_ptrs + step * HALF, mask=mask_w[:, None], other=0.0)
             x = tl.load(x_ptrs + start, mask=mask_t[:, None] & (offs_k < GEMM.k - start)[None, :], other=0.0)
         if GEMM.words:
             w_even, w_odd = upcast_pairs(w, NATIVE, x.dtype)

@@ -1,5 +1,5 @@
 """Compile the backbone's kernels for an absent GPU: ``python backbone_target_compiler.py 90 < cases.json``, see
-`target_compiler`. A case is a layer, a dtype, the splits of its attention, and whether the cache is FP8.
+`target_compiler`. A case is a layer, a dtype, the splits of its attention, and whether cache and a weight are FP8.
 """
 
 from typing import Any
@@ -62,8 +62,9 @@ def compile_case(case: dict[str, Any]) -> None:
     prompt_attention(out, *qkv.split((heads, kv_heads, kv_heads), dim=1), empty(TOKENS + 1, dtype=i32))
     swiglu(empty(TOKENS, inner, dtype=dtype), empty(TOKENS, 2 * inner, dtype=dtype))
     down, hidden_rows = empty(hidden, inner, dtype=dtype), empty(TOKENS, inner, dtype=dtype)
+    product = (down.to(E4M3), None, empty(hidden, dtype=torch.float32)) if case.get("fp8") else (down,)
     for tokens in (1, TOKENS):
-        skinny_gemm(x[:tokens], hidden_rows[:tokens], down)
+        skinny_gemm(x[:tokens], hidden_rows[:tokens], *product)
     linear(hidden_rows, down, x, bool(case.get("fp8")))
     argmax(empty(TOKENS, dtype=torch.int64), empty(TOKENS, VOCAB, dtype=dtype), -1)
     prompts, starts = qkv.split((heads, kv_heads, kv_heads), dim=1), empty(TOKENS + 1, dtype=i32)
