@@ -29,12 +29,17 @@ def fp8_format(dtype: torch.dtype) -> int:
     return FP8_DTYPES.index(dtype) + 1 if dtype in FP8_DTYPES else 0
 
 
+def reads_fp8(device: torch.device) -> bool:
+    """Tell whether instructions of ``device`` convert FP8."""
+    native = device.type == "cuda" and not (INTERPRETED or IS_ROCM)
+    return native and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def as_operand(tensor: Tensor) -> Tensor:
     """View ``tensor`` as a kernel takes it: FP8 as bytes in the interpreter and where no hardware converts e4m3fn."""
     if tensor.dtype not in FP8_DTYPES or not (INTERPRETED or tensor.is_cuda):
         return tensor
-    converts = not (INTERPRETED or IS_ROCM) and torch.cuda.get_device_capability(tensor.device) >= (8, 9)
-    return tensor if converts else tensor.view(torch.uint8)
+    return tensor if reads_fp8(tensor.device) else tensor.view(torch.uint8)
 
 
 def operands(weights: Sequence[Tensor], scales: Sequence[Tensor], a_scale: Tensor | None) -> tuple[Tensor, ...]:

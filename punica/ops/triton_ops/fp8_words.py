@@ -26,17 +26,6 @@ _CONVERT = """{
 }"""
 _CONVERT_E4M3 = tl.constexpr(_CONVERT.replace("FORMAT", "e4m3"))
 _CONVERT_E5M2 = tl.constexpr(_CONVERT.replace("FORMAT", "e5m2"))
-
-
-@triton.jit
-def _converted(words, FORMAT: tl.constexpr):
-    """Convert the four FP8 values of each word to float32, from the lowest byte up, by instructions of the GPU."""
-    return tl.inline_asm_elementwise(
-        _CONVERT_E4M3 if FORMAT == 1 else _CONVERT_E5M2, "=f,=f,=f,=f,r", [words],
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
 _UNPACK = """{
     .reg .b32 first, second;
     .reg .b16 a, b, c, d;
@@ -52,18 +41,6 @@ _UNPACK = """{
 _UNPACK_E4M3 = tl.constexpr(_UNPACK.replace("FORMAT", "e4m3"))
 _UNPACK_E5M2 = tl.constexpr(_UNPACK.replace("FORMAT", "e5m2"))
 
-
-@triton.jit
-def _unpacked(words, FORMAT: tl.constexpr):
-    """Convert the four FP8 values of each word to float16, from the lowest byte up. Two words at a time: in an operand
-    these are two ranks of the same columns, the order of its registers.
-    """
-    return tl.inline_asm_elementwise(
-        _UNPACK_E4M3 if FORMAT == 1 else _UNPACK_E5M2, "=r,=r,=r,=r,r,r", [words],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
-
-
 _HALVE = tl.constexpr("""{
     .reg .b32 bytes;
     .reg .b16 even, odd;
@@ -75,16 +52,16 @@ _HALVE = tl.constexpr("""{
 
 
 @triton.jit
-def upcast_pairs(words, NATIVE: tl.constexpr, DTYPE: tl.constexpr):
-    """Upcast words of two e4m3 values to two tensors of 16 bits, of their lower and of their upper bytes."""
+def upcast_pairs(words, NATIVE: tl.constexpr):
+    """Upcast words of two e4m3 values to two tensors in float16, of their lower and of their upper bytes."""
     if NATIVE:
         even, odd = tl.inline_asm_elementwise(
             _HALVE, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     else:
-        even = upcast((words & 0xFF).to(tl.uint8), 1, DTYPE)
-        odd = upcast(((words >> 8) & 0xFF).to(tl.uint8), 1, DTYPE)
-    return even.to(DTYPE), odd.to(DTYPE)
+        even = upcast((words & 0xFF).to(tl.uint8), 1, tl.float16)
+        odd = upcast(((words >> 8) & 0xFF).to(tl.uint8), 1, tl.float16)
+    return even, odd
 
 
 @triton.jit
@@ -96,9 +73,15 @@ def upcast_words(words, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.co
         c = upcast(((words >> 16) & 0xFF).to(tl.uint8), FORMAT, DTYPE)
         d = upcast(((words >> 24) & 0xFF).to(tl.uint8), FORMAT, DTYPE)
     elif DTYPE == tl.float32:  # noqa: SIM300 (as Triton compares)
-        a, b, c, d = _converted(words, FORMAT)
-    else:
-        a, b, c, d = _unpacked(words, FORMAT)
+        a, b, c, d = tl.inline_asm_elementwise(
+            _CONVERT_E4M3 if FORMAT == 1 else _CONVERT_E5M2, "=f,=f,=f,=f,r", [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:  # two words at a time: in an operand these are two ranks of the same columns, the order of its registers
+        a, b, c, d = tl.inline_asm_elementwise(
+            _UNPACK_E4M3 if FORMAT == 1 else _UNPACK_E5M2, "=r,=r,=r,=r,r,r", [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
     return a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)
 
 

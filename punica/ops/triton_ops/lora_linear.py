@@ -29,18 +29,14 @@ from torch import Tensor
 from punica.ops.expect import FLOATS
 from punica.ops.interface import Beside
 from punica.ops.triton_ops.backbone.checks import check_numbers, check_row_scales, check_rows, check_shape
+from punica.ops.triton_ops.backbone.gemm_forms import GemmForm, TilesForm, WeightForm, choose_form, weight_form
 from punica.ops.triton_ops.backbone.skinny_gemm import (
     MAX_TOKENS,
-    GemmForm,
-    TilesForm,
-    WeightForm,
     base_operands,
-    choose_form,
     gemm_tile,
     gemm_tiles,
     skinny_gemm,
     split_workspace,
-    weight_form,
 )
 from punica.ops.triton_ops.configs import Options, choose
 from punica.ops.triton_ops.device import INDEX_POINTERS

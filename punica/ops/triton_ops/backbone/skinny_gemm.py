@@ -24,48 +24,29 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from punica.ops.triton_ops.backbone.checks import check_dense, check_row_scales, check_rows, check_same, check_shape
+from punica.ops.triton_ops.backbone.gemm_forms import (
+    GemmForm,
+    RowsForm,
+    TilesForm,
+    WeightForm,
+    choose_form,
+    weight_form,
+)
 from punica.ops.triton_ops.device import accumulator, dot, pdl_launch_then_wait
-from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
+from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, reads_fp8, upcast
 from punica.ops.triton_ops.fp8_words import upcast_pairs, upcast_words
-from punica.ops.triton_ops.launch import Launch, all_aligned, block_at_least, on_device, stages_that_fit, supports_pdl
+from punica.ops.triton_ops.launch import Launch, all_aligned, on_device, stages_that_fit, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 from punica.ops.triton_ops.schedules import Gpu
 
 MAX_TOKENS = 64
 """More rows are no longer a matter of reading the weight: that is what cuBLAS is for."""
-MAX_ROWS = 2
-"""Rows up to which multiplying and adding beats the tensor cores on an H200 (see `choose_form`)."""
-
-
-class RowsForm(NamedTuple):
-    """The rows kernel and its block of the weight."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-
-
-class TilesForm(NamedTuple):
-    """The tiles kernel and how it cuts the work.
-
-    block_t: tokens multiplied at once, at least T. num_stages: tiles of weights in shared memory. ahead: weights of
-    each row that are prefetched into L2 before the PDL wait.
-    """
-
-    block_t: int
-    block_n: int
-    block_k: int
-    split_k: int
-    num_stages: int
-    num_warps: int
-    ahead: int
-
-
-GemmForm = RowsForm | TilesForm
 
 
 class GemmTiles(NamedTuple):
-    """Shape and schedule of the tiles kernel: its constexpr. ``ahead``: as in `TilesForm`, 0 without PDL."""
+    """Shape and schedule of the tiles kernel: its constexpr. ``ahead``: as in `TilesForm`, 0 without PDL. words: FP8 is
+    read two values at a time; native: and converted by instructions.
+    """
 
     n: int
     k: int
@@ -79,6 +60,7 @@ class GemmTiles(NamedTuple):
     pdl: bool
     format: int
     words: bool
+    native: bool
 
 
 class GemmRows(NamedTuple):
@@ -93,28 +75,7 @@ class GemmRows(NamedTuple):
     has_bias: bool
     pdl: bool
     format: int
-
-
-class WeightForm(NamedTuple):
-    """Shape, layout and format of ``weight [n, k]``, and its bias. whole: rows are whole units of 16 bytes."""
-
-    n: int
-    k: int
-    stride: int
-    has_bias: bool
-    whole: bool
-    format: int
-
-    @property
-    def words(self) -> bool:
-        """Whether FP8 values are read several at a time."""
-        return self.whole and self.format > 0
-
-
-def weight_form(weight: Tensor, bias: Tensor | None) -> WeightForm:
-    (n, k), stride = weight.shape, weight.stride(0)
-    whole = weight.data_ptr() % 16 == 0 and (k | stride) * weight.element_size() % 16 == 0
-    return WeightForm(n, k, stride, bias is not None, whole, fp8_format(weight.dtype))
+    native: bool
 
 
 @triton.jit
@@ -202,19 +163,6 @@ def _gemm_rows_kernel(x_ptr, base, strides, GEMM: tl.constexpr):
 
 
 @triton.jit
-def _add_word_products(sums, words, x_ptrs, offs_k, left, NATIVE: tl.constexpr):
-    """Add the products of words [PARTS, BLOCK_N, 2] to sums [PARTS, BLOCK_N]; x is read four values to a word, too."""
-    TYPE: tl.constexpr = x_ptrs.dtype.element_ty
-    values = upcast_words(words, 1, NATIVE, tl.float32)
-    x_words = tl.load(x_ptrs.to(tl.pointer_type(tl.int64), bitcast=True), mask=offs_k < left, other=0)
-    products = tl.zeros(words.shape, tl.float32)
-    for i in tl.static_range(4):
-        x = (x_words >> (16 * i)).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
-        products += values[i] * x[:, None, :]
-    return sums + tl.sum(products, 2)
-
-
-@triton.jit
 def _gemm_word_row_kernel(x_ptr, base, w_stride, GEMM: tl.constexpr):
     """Compute block_n outputs of one row of x, aligned to 8 bytes, from a weight in FP8. A thread loads four words, and
     x for two: as much of both is one load of 16 bytes.
@@ -222,7 +170,6 @@ def _gemm_word_row_kernel(x_ptr, base, w_stride, GEMM: tl.constexpr):
     PARTS: tl.constexpr = GEMM.block_k // 16
     WORDS: tl.constexpr = GEMM.block_k // 4
     STEPS: tl.constexpr = (GEMM.k + GEMM.block_k - 1) // GEMM.block_k
-    NATIVE: tl.constexpr = base[0].dtype.element_ty != tl.uint8
     offs_n = tl.program_id(0) * GEMM.block_n + tl.arange(0, GEMM.block_n)
     offs_w = (tl.arange(0, PARTS) * 4)[:, None] + tl.arange(0, 4)[None, :]
     offs_k = (tl.arange(0, PARTS) * 16)[:, None] + (tl.arange(0, 2) * 4)[None, :]
@@ -238,14 +185,20 @@ def _gemm_word_row_kernel(x_ptr, base, w_stride, GEMM: tl.constexpr):
         halves = tl.split(tl.permute(tl.reshape(words, [PARTS, GEMM.block_n, 2, 2]), [0, 1, 3, 2]))
         for half in tl.static_range(2):
             start = step * GEMM.block_k + 8 * half
-            x_ptrs = x_ptr + start + offs_k
-            sums = _add_word_products(sums, halves[half], x_ptrs, offs_k, GEMM.k - start, NATIVE)
+            x_ptrs = (x_ptr + start + offs_k).to(tl.pointer_type(tl.int64), bitcast=True)
+            x_words = tl.load(x_ptrs, mask=offs_k < GEMM.k - start, other=0)
+            values = upcast_words(halves[half], GEMM.format, GEMM.native, tl.float32)
+            products = tl.zeros(halves[half].shape, tl.float32)
+            for i in tl.static_range(4):
+                x = (x_words >> (16 * i)).to(tl.int16).to(x_ptr.dtype.element_ty, bitcast=True)
+                products += values[i] * x.to(tl.float32)[:, None, :]
+            sums += tl.sum(products, 2)
         words = words_next
     _store(base[2] + offs_n, tl.sum(sums, 0), base, offs_n, offs_n < GEMM.n, GEMM)
 
 
 @triton.jit
-def add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, NATIVE: tl.constexpr, GEMM: tl.constexpr):
+def add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM: tl.constexpr):
     """Add to acc [block_n, block_t] the products of the tiles `first` to `end` of K. Two values of a word belong to two
     products, of x at even and at odd k.
     """
@@ -262,10 +215,10 @@ def add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, NATIVE: tl.conste
             w = tl.load(w_ptrs + step * HALF, mask=mask_w[:, None], other=0.0)
             x = tl.load(x_ptrs + start, mask=mask_t[:, None] & (offs_k < GEMM.k - start)[None, :], other=0.0)
         if GEMM.words:
-            w_even, w_odd = upcast_pairs(w, NATIVE, x.dtype)
+            w_even, w_odd = upcast_pairs(w, GEMM.native)
             x_even, x_odd = tl.split(tl.reshape(x, [GEMM.block_t, HALF, 2]))
-            acc = dot(x_even, w_even, acc, True)
-            acc = dot(x_odd, w_odd, acc, True)
+            acc = dot(x_even, w_even.to(x.dtype), acc, True)
+            acc = dot(x_odd, w_odd.to(x.dtype), acc, True)
         else:
             acc = dot(x, upcast(w, GEMM.format, x.dtype), acc, True)
     return acc
@@ -300,7 +253,6 @@ def gemm_tile(x_ptr, base, sums, tile, split, tokens, strides, GEMM: tl.constexp
     BLOCK_N: tl.constexpr = GEMM.block_n
     UNIT: tl.constexpr = 2 if GEMM.words else 1
     BLOCK_W: tl.constexpr = GEMM.block_k // UNIT
-    NATIVE: tl.constexpr = base[0].dtype.element_ty != tl.uint8
     x_stride, w_stride, out_stride = strides
     w_ptr = base[0]
     if GEMM.words:
@@ -319,50 +271,13 @@ def gemm_tile(x_ptr, base, sums, tile, split, tokens, strides, GEMM: tl.constexp
     x_ptrs = x_ptr + offs_t[:, None] * x_stride + offs_k[None, :]  # [GEMM.block_t, BLOCK_K]
     acc = accumulator(GEMM.block_n, GEMM.block_t)
     w_ptrs = w_rows[None, :] + tl.arange(0, BLOCK_W)[:, None]  # [BLOCK_W, BLOCK_N]
-    acc = add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, NATIVE, GEMM)
+    acc = add_tiles(acc, x_ptrs, w_ptrs, first, end, offs_k, mask_t, GEMM)
     finish_tile(acc, base, sums, (tile, split), (offs_n, offs_t), mask_t, out_stride, GEMM)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _gemm_tiles_kernel(x_ptr, base, sums, tokens, strides, GEMM: tl.constexpr):
     gemm_tile(x_ptr, base, sums, tl.program_id(0), tl.program_id(1), tokens, strides, GEMM)
-
-
-def choose_form(
-    weight: WeightForm, tokens: int, dtype: torch.dtype, processors: int, batch_invariant: bool
-) -> GemmForm:
-    """Choose the kernel for a shape. ``batch_invariant``: the same for every number of tokens.
-
-    Fitted on an H200 to the projections of Llama-2 7B and 13B, each behind the kernel that it follows in a layer. One
-    row takes 3.3 ms for all weights of the 7B, where their bytes take 3.1 and cuBLAS 3.8; 32 rows 3.7 and 4.0.
-    """
-    k, wide = weight.k, dtype == torch.float32
-    if weight.format:
-        if weight.words and not wide and tokens == 1 and not batch_invariant:
-            return RowsForm(4, min(2048, block_at_least(k)), 4)
-    elif tokens <= MAX_ROWS and not batch_invariant and (tokens == 1 or k % 2048 == 0):
-        if k % 2048 == 0 and not wide:
-            return RowsForm(2, 2048, 8 if tokens == 1 else 4)
-        block_k = min(1024 if k > 8192 else 512, block_at_least(k))
-        return RowsForm(4, block_k, 4)
-    return choose_tiles(weight, tokens, dtype, processors)
-
-
-def choose_tiles(weight: WeightForm, tokens: int, dtype: torch.dtype, processors: int) -> TilesForm:
-    """Choose the schedule of the tiles kernel; bits follow block_k and split_k, which tokens do not change. Per byte of
-    FP8 x is read twice as often, from L2: those tiles are larger.
-    """
-    n, k, *_ = weight
-    words, many = weight.words and dtype != torch.float32, triton.cdiv(n, 128) >= processors
-    block_k = min(32 if dtype == torch.float32 else 256 if words and not many else 128, block_at_least(k))
-    wanted, most = 2 * processors // triton.cdiv(n, 64), triton.cdiv(k, 4 * block_k)  # enough programs, none idle
-    split_k = max(1, min(wanted, most, 8))
-    block_n, stages, warps = 64, 4, 4
-    if words and many:
-        block_n = 128
-    elif words and tokens > 32:
-        block_n, stages, warps = 128, 3, 8
-    return TilesForm(block_at_least(tokens), block_n, block_k, split_k, stages, warps, block_k)
 
 
 _ARRIVED = WeakTensorKeyDictionary()
@@ -423,7 +338,8 @@ def run_form(out: Tensor, x: Tensor, weight: Tensor, bias: Any, form: GemmForm, 
     counts: tuple[int, ...] = ()
     if isinstance(form, RowsForm):
         vector, kind = 16 // weight.element_size(), fp8_format(weight.dtype)
-        rows = GemmRows(n, k, tokens, form.block_n, form.block_k, vector, bias is not None, pdl, kind)
+        shape = n, k, tokens, form.block_n, form.block_k, vector
+        rows = GemmRows(*shape, bias is not None, pdl, kind, reads_fp8(x.device))
         kernel, of = (_gemm_word_row_kernel, strides[1:2]) if kind else (_gemm_rows_kernel, strides)
         launch = Launch(kernel, (tiles, 1, 1), (x.dtype,), of, {"GEMM": rows}, **shared)
     else:
@@ -441,7 +357,7 @@ def gemm_tiles(form: TilesForm, x: Tensor, weight: WeightForm, pdl: bool) -> Gem
     return GemmTiles(
         weight.n, weight.k, form.block_t, form.block_n, form.block_k, form.split_k,
         stages_that_fit(form.num_stages, tile_bytes, x.device), form.ahead if weight.whole else 0,
-        weight.has_bias, pdl, weight.format, weight.words and size == 2,
+        weight.has_bias, pdl, weight.format, weight.words and size == 2, reads_fp8(x.device),
     )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from test_layer_kernels import DTYPES, TOLERANCE, rows_apart
 from punica.capture import capture
 from punica.ops.quant import E4M3, dequantize, quantize_per_channel
 from punica.ops.triton_ops.backbone import dequantise, skinny_gemm
-from punica.ops.triton_ops.backbone.skinny_gemm import GemmForm, RowsForm, TilesForm, WeightForm, choose_form, run_form
+from punica.ops.triton_ops.backbone.gemm_forms import GemmForm, RowsForm, TilesForm, WeightForm, choose_form
+from punica.ops.triton_ops.backbone.skinny_gemm import run_form
 
 STORED = pytest.mark.parametrize(("dtype", "fp8"), list(itertools.product(DTYPES, (False, True))), ids=str)
 TOKENS = (1, 2, 3, 8, 16, 17, 32, 33, 64)
