@@ -99,7 +99,6 @@ def fit_readings(fits: dict[str, Fitted[StepCost] | Fitted[LoadCost]]) -> list[R
         name = cost.pop("name")
         lines = [(f"{what}_{key}", 1e6 * value, "us") for key, value in cost.items()]
         for kind, one in fitted.residuals.items():
-            parts = {"rms": one.rms, "median": one.median, "largest": one.largest}
-            lines += [(f"residual_{part}_{kind}", value, "fraction") for part, value in parts.items()]
+            lines += [(f"residual_{part}_{kind}", getattr(one, part), "fraction") for part in ("rms", "largest")]
         found += [Reading(*line, kind=SIMULATED, cost_model=name) for line in lines]
     return found

@@ -68,17 +68,13 @@ COEFFICIENTS = ("base", "row", "kv", "prefill", "rank", "join")
 
 @dataclass(frozen=True)
 class Residuals:
-    """Relative errors, predicted over timed minus one: [n] float64; ``median`` and ``largest`` are magnitudes."""
+    """Relative errors, predicted over timed minus one: [n] float64; ``largest`` is a magnitude."""
 
     relative: NDArray[np.float64]
 
     @property
     def rms(self) -> float:
         return float(np.sqrt(np.mean(self.relative**2)))
-
-    @property
-    def median(self) -> float:
-        return float(np.median(np.abs(self.relative)))
 
     @property
     def largest(self) -> float:

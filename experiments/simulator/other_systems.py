@@ -1,14 +1,11 @@
 """Scheduling rules of other systems, each with its source; a rule is one class, registered under its name. Sources of
-llm-d, Dynamo and Ray Serve were read in November 2026. A rule sees a GPU's adapters as its residency has them, or
+llm-d and Ray Serve were read in November 2026. A rule sees a GPU's adapters as its residency has them, or
 without one as its members do.
 """
 
-import math
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from hashlib import blake2b
 
 from punica.cluster.gpu import ClusterRequest, Gpu
 from punica.cluster.placement import SCHEDULING_RULES, LargestWorkingSet, OpenGpus
@@ -40,26 +37,6 @@ class LeastLoaded(LargestWorkingSet):
 
     def candidates(self, gpus: OpenGpus) -> Iterator[Gpu]:
         return reversed(gpus)
-
-
-@SCHEDULING_RULES.register("round_robin")
-class RoundRobin(LargestWorkingSet):
-    """GPUs in turn, in the order of UUIDs; a GPU without room loses its turn."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
-        chosen = min(gpus, key=lambda gpu: (gpu.uuid <= self._last, gpu.uuid))
-        self._last = chosen.uuid
-        return chosen
-
-    @staticmethod
-    def order(gpu: Gpu) -> tuple:
-        return (gpu.uuid,)
-
-    def candidates(self, gpus: OpenGpus) -> Iterator[Gpu]:
-        return gpus.after((self._last,))
 
 
 @SCHEDULING_RULES.register("llm_d")
@@ -95,54 +72,6 @@ class LlmD(LargestWorkingSet):
 
     def _is_saturated(self, gpu: Gpu) -> bool:
         return len(gpu.pending) > self.QUEUE or gpu.used_pages > self.KV_USE * gpu.num_pages
-
-
-@SCHEDULING_RULES.register("dynamo")
-class Dynamo(LargestWorkingSet):
-    """NVIDIA Dynamo's LoRA router: the GPUs of highest rendezvous hash with the adapter, as many as its share of the
-    load has of all slots; a set grows at once and shrinks after `COOLDOWN` requests. Source:
-    https://github.com/ai-dynamo/dynamo (pull requests 5992, 8177, 8178, 8180; ``controller.rs``). Left out: budgets of
-    slots, and min-cost flow.
-    """
-
-    WINDOW = 256  # latest requests that tell an adapter's share; Dynamo's is a time, which a rule does not know
-    COOLDOWN = 128
-
-    def __init__(self) -> None:
-        self._latest: deque[int] = deque()
-        self._share: Counter[int] = Counter()
-        self._sets: dict[int, tuple[int, int]] = {}  # adapter -> size, when it was last wanted as large
-        self._now = self._most_gpus = 0
-
-    def choose(self, request: ClusterRequest, gpus: Sequence[Gpu]) -> Gpu:
-        adapter = request.adapter_id
-        self._most_gpus = max(self._most_gpus, len(gpus))
-        if not adapter:
-            return min(gpus, key=lambda gpu: (len(gpu.members), gpu.uuid))
-        slots = gpus[0].max_batch_size if gpus[0].residency is None else gpus[0].residency.num_slots
-        size = self.set_size(adapter, slots * self._most_gpus)
-        ranked = sorted(gpus, key=lambda gpu: rendezvous(adapter, gpu.uuid), reverse=True)[:size]
-        return min([gpu for gpu in ranked if is_home(gpu, adapter)] or ranked, key=lambda gpu: len(gpu.members))
-
-    def set_size(self, adapter: int, slots: int) -> int:
-        """Count a request of ``adapter``, and return how many GPUs its set has."""
-        self._now += 1
-        self._latest.append(adapter)
-        self._share[adapter] += 1
-        if len(self._latest) > self.WINDOW:
-            self._share[self._latest.popleft()] -= 1
-        wanted = min(self._most_gpus, math.ceil(self._share[adapter] / self.WINDOW * slots))
-        size, since = self._sets.get(adapter, (0, 0))
-        if wanted >= size or self._now - since > self.COOLDOWN:
-            size, since = wanted, self._now
-        self._sets[adapter] = size, since
-        return size
-
-
-@lru_cache(maxsize=2**17)
-def rendezvous(adapter: int, uuid: str) -> int:
-    """Hash an adapter with a GPU: each adapter has an order of GPUs that others' coming and going leaves alone."""
-    return int.from_bytes(blake2b(f"{adapter} {uuid}".encode(), digest_size=8).digest(), "big")
 
 
 @SCHEDULING_RULES.register("ray_serve")

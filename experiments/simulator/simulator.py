@@ -71,19 +71,18 @@ class SimulationResult:
 
 def simulate(
     trace: Trace, policy: ClusterPolicy, cost: StepCost, padded_ranks: bool = False, works_ahead: bool = False,
-    adapters: ResidencyConfig | None = None, own_queue: bool = False,
+    adapters: ResidencyConfig | None = None,
 ) -> SimulationResult:  # fmt: skip
     """Serve a trace on the GPUs of ``policy``, which must be new. ``padded_ranks``: kernels read adapters at the
-    batch's largest rank; ``works_ahead``: engines launch ahead; ``adapters``: their memory (None: all in slots);
-    ``own_queue``: of one engine, which gives a place away when it launches a request's last step. ValueError for what
-    cannot be served; RuntimeError when a step takes no time.
+    batch's largest rank; ``works_ahead``: engines launch ahead; ``adapters``: their memory (None: all in slots).
+    ValueError for what cannot be served; RuntimeError when a step takes no time.
     """
     if not policy.gpus or policy.requests:
         raise ValueError(f"the policy has {len(policy.gpus)} GPUs and {len(policy.requests)} requests; give a new one")
     if adapters is not None and adapters.num_slots < policy.max_batch_size:
         slots, batch = adapters.num_slots, policy.max_batch_size
         raise ValueError(f"num_slots is {slots} for batches of {batch}; give a slot for each request")
-    return _Simulation(trace, policy, cost, padded_ranks, works_ahead, own_queue, adapters).run()
+    return _Simulation(trace, policy, cost, padded_ranks, works_ahead, adapters).run()
 
 
 class _StepRecord:
@@ -199,11 +198,10 @@ class _Simulation:
 
     def __init__(
         self, trace: Trace, policy: ClusterPolicy, cost: StepCost, padded_ranks: bool, works_ahead: bool,
-        own_queue: bool, adapters: ResidencyConfig | None,
+        adapters: ResidencyConfig | None,
     ) -> None:  # fmt: skip
         self.trace, self.policy, self.cost = trace, policy, cost
         self.padded_ranks, self.works_ahead = padded_ranks, works_ahead
-        self.is_told = works_ahead and not own_queue  # by a scheduler
         self.now, self.row = 0.0, len(policy.gpus)  # of the event; the row of an arrival is behind those of all GPUs
         self.record = _StepRecord(policy.max_batch_size)
         self.strides = [_Stride(policy.gpus[uuid], row, self.record) for row, uuid in enumerate(sorted(policy.gpus))]
@@ -248,7 +246,7 @@ class _Simulation:
         if not self.policy.num_queued:
             return
         placed = self.policy.place()
-        if self.is_told:
+        if self.works_ahead:
             self._tell((name for name, _ in placed), self.now)
         for _, uuid in placed:
             stride = self.stride_of[uuid]
@@ -288,7 +286,7 @@ class _Simulation:
         joins = self._most_joins(gpu, stride.known_at) if gpu.pending else None
         begins_afresh, stride.known_at = stride.known_at == inf, inf
         step = self.policy.begin_step(gpu.uuid, joins)
-        if self.is_told and begins_afresh:
+        if self.works_ahead and begins_afresh:
             # an order brings one prompt; others are told after this one has launched the next step, too
             self._tell(gpu.pending, nextafter(self.now, inf))
         if not step.is_empty:

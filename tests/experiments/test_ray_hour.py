@@ -53,11 +53,11 @@ def test_tokens_that_were_lost_or_came_twice_or_differ_beyond_ties_are_no_result
 def test_hours_of_all_rules_and_the_loss_of_a_runner_under_the_first(
     tmp_path, hardware, scale, model, speed_up, max_len
 ) -> None:
-    words = ("runtime=ray", f"hardware={hardware}", f"scale={scale}", "system.names=[punica,round_robin]")
+    words = ("runtime=ray", f"hardware={hardware}", f"scale={scale}", "system.names=[punica,least_loaded]")
     cfg = settled(tmp_path, EXPERIMENT, *words, "figure.kill=true")
     found = ray_hour.points(cfg)
     assert [(one.panel, one.system) for one in found] == [
-        (RAY, "punica"), (SIMULATED_RAY, "punica"), (RAY, "round_robin"), (SIMULATED_RAY, "round_robin"),
+        (RAY, "punica"), (SIMULATED_RAY, "punica"), (RAY, "least_loaded"), (SIMULATED_RAY, "least_loaded"),
         (KILLED, "punica"),
     ]  # fmt: skip
     assert {(one.model, one.settings["speed_up"], one.settings["max_len"]) for one in found} == {
@@ -106,7 +106,7 @@ def test_runners_serve_on_the_hardware_of_the_rows_and_one_that_does_not_come_up
 def test_the_hour_on_ray_from_the_command_line(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="the optional extra 'cluster' is not installed")
     words = ["runtime=ray", "scale=smoke", "figure.kill=true", "figure.seconds=120", "figure.max_len=48"]
-    words += ["system.names=[punica,round_robin]"]
+    words += ["system.names=[punica,least_loaded]"]
     done = subprocess.run(
         [sys.executable, "-m", "experiments.fig13_cluster", *words, f"paths.outputs={tmp_path}"],
         cwd=REPOSITORY, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -118,9 +118,9 @@ def test_the_hour_on_ray_from_the_command_line(tmp_path: Path) -> None:
     kinds = {RAY: "measured", KILLED: "measured", SIMULATED_RAY: "simulated"}
     assert {row.panel: row.kind for row in rows} == kinds
     value = {(row.panel, row.system, row.metric, row.statistic): row.value for row in rows}
-    for panel, rule in ((RAY, "punica"), (RAY, "round_robin"), (KILLED, "punica"), (SIMULATED_RAY, "punica")):
+    for panel, rule in ((RAY, "punica"), (RAY, "least_loaded"), (KILLED, "punica"), (SIMULATED_RAY, "punica")):
         assert value[panel, rule, "total_tokens", "value"] == value[RAY, "punica", "total_tokens", "value"]
-    for rule in ("punica", "round_robin"):
+    for rule in ("punica", "least_loaded"):
         assert value[RAY, rule, "requests_with_other_tokens", "value"] == 0
     assert value[KILLED, "punica", "lost_runners", "value"] == 1
     assert all(row.cost_model for row in rows if row.panel == SIMULATED_RAY)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.simulator import LoadCost, Residency, ResidencyConfig, StepCost, Trace, simulate
-from experiments.simulator.other_systems import Consolidating, Dynamo, LoRAServe
+from experiments.simulator.other_systems import Consolidating, LoRAServe
 from experiments.workload import poisson_arrivals, popularity, scaled_lengths
 from punica.cluster import SCHEDULING_RULES, ClusterPolicy
 
@@ -75,32 +75,6 @@ def test_llm_d_opens_a_second_home_when_the_first_is_saturated_but_no_third() ->
     assert set(world.ask(1, count=8)) == {"c"}
     assert set(world.ask(1, count=4)) <= {"c", "d"}  # both saturated, as many as there may be
     assert world.ask(2) in "ab"
-
-
-def test_dynamo_sends_a_rare_adapter_to_the_same_gpu_whatever_its_load() -> None:
-    world = World("dynamo", "abcdefgh", slots=1, batch=100)
-    home = world.ask(7)
-    world.finish()
-    world.put(home, 3, count=30)
-    assert world.ask(7) == home
-
-
-def test_dynamo_grows_a_set_with_the_load_and_shrinks_it_late() -> None:
-    rule = Dynamo()
-    rule._most_gpus = 8
-
-    def size(adapter: int) -> int:
-        return rule.set_size(adapter, slots=8)
-
-    sizes = [size(1) for _ in range(Dynamo.WINDOW)]
-    assert (sizes[0], sizes[-1]) == (1, 8)
-    assert sizes == sorted(sizes)
-    for _ in range(Dynamo.COOLDOWN - 1):
-        assert size(2) >= 1
-    assert rule._share[1] < Dynamo.WINDOW / 1.9
-    assert size(1) == 8  # half the load would be four GPUs, and is again asked for at the end of the cooldown
-    size(2)
-    assert size(1) < 8
 
 
 def test_ray_serve_takes_the_smaller_of_two_with_the_adapter() -> None:

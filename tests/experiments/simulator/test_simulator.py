@@ -59,13 +59,6 @@ def test_an_engine_that_works_ahead_lets_a_request_that_arrives_during_a_step_jo
         assert result.first_token_s.tolist() == expected
 
 
-def test_an_engines_own_queue_gives_a_place_away_at_once():
-    asked = trace([0.0, 0.0, 0.0, 1.5], [5, 7, 3, 4], [9, 2, 3, 2])
-    for works_ahead in (False, True):  # one prompt per step: the second has its two tokens at 2 and 3
-        result = simulate(asked, one_gpu(max_batch_size=2), SECOND, works_ahead=works_ahead, own_queue=True)
-        assert result.first_token_s.tolist() == [1.0, 2.0, 4.0, 7.0]
-
-
 def test_a_step_costs_what_the_model_says_its_constant_of_a_prompt_once():
     cost = StepCost("parts", base=1.0, row=10.0, kv=100.0, prefill=1000.0, rank=0.5, join=0.25)
     result = simulate(trace([0.0], [3], [3]), one_gpu(), cost)
