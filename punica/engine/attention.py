@@ -98,7 +98,9 @@ class PagedAttention:
         self._num_prompt_rows = 0
         self._kv_rows: Tensor | None = None
 
-    def begin(self, spans: Sequence[Span], kv_rows: Tensor, num_prompt_rows: int | None = None) -> None:
+    def begin(
+        self, spans: Sequence[Span], kv_rows: Tensor, num_prompt_rows: int | None = None, most_rows: int | None = None
+    ) -> None:
         """Start a step; arguments as of :meth:`KernelAttention.begin`. Without spans, a dummy, it writes nothing."""
         self._spans, self._kv_rows = spans, kv_rows
         self._num_prompt_rows = _prompt_rows(spans) if num_prompt_rows is None else num_prompt_rows
@@ -167,19 +169,23 @@ class KernelAttention:
             self._cached = tables[max_rows:], on_device[self._cached_at :][:max_rows]
         self._written: dict[int, list[tuple[int, ...]]] = {}  # per host array: the table in each of its rows
         self._num_prompt_rows = 0
+        self._most_rows: int | None = None
         self._kv_rows: Tensor | None = None
 
-    def begin(self, spans: Sequence[Span], kv_rows: Tensor, num_prompt_rows: int | None = None) -> None:
+    def begin(
+        self, spans: Sequence[Span], kv_rows: Tensor, num_prompt_rows: int | None = None, most_rows: int | None = None
+    ) -> None:
         """Start a step.
 
         Args:
             spans: its requests in row order, prompts first.
             kv_rows: cache row written by each of the T rows, int64 ``[T]`` on the device; -1: none (padding).
             num_prompt_rows: rows of prompts; ``None``: up to the last span of several rows.
+            most_rows: of one of these spans, where all are of drafts.
         """
         if num_prompt_rows is None:
             num_prompt_rows = _prompt_rows(spans)
-        self._kv_rows, self._num_prompt_rows = kv_rows, num_prompt_rows
+        self._kv_rows, self._num_prompt_rows, self._most_rows = kv_rows, num_prompt_rows, most_rows
         prompts = [span for span in spans if span.start < num_prompt_rows]
         spans = spans[len(prompts) :]
         # padding rows have 0 tokens, padding prompts no rows
@@ -222,7 +228,8 @@ class KernelAttention:
         if first:
             cached = None if self._cached is None else Cached(keys, values, *self._cached, self.cache.block_size)
             splits = None if self._splits is None else 1  # 1: the bits of a prompt in one piece
-            prompt_attention(output[:first], q[:first], k[:first], v[:first], self._prompt_starts, cached, splits)
+            prompts = output[:first], q[:first], k[:first], v[:first]
+            prompt_attention(*prompts, self._prompt_starts, cached, splits, self._most_rows)
         decodes = q.shape[0] - first
         if decodes:
             rows = (self._tables[:decodes], self._lengths[:decodes], self._order[:decodes])

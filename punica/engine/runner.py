@@ -97,6 +97,7 @@ class ModelRunner:
         device, slots = cache.keys[0].device, 0 if manager is None else manager.lora_slots
         self.shapes = StepShapes(config.max_batch_size, config.max_num_batched_tokens, slots, config.speculate)
         splits = INVARIANT_SPLITS if config.batch_invariant else None
+        self._most_verified = 1 + config.speculate
         self.attention = attention_for(
             cache, self.shapes.max_requests, -(-config.max_model_len // cache.block_size), splits,
             cached_prompts=config.caches_prompts,
@@ -136,7 +137,8 @@ class ModelRunner:
             requests = [layout.requests[index] for index in sampled]
         padded = layout if shape is None else layout.padded(shape.prompt_rows)  # after the capture, which stages too
         rows = self.inputs.fill(padded, *((0, 0) if shape is None else self._rows_of(shape)))
-        self.attention.begin(padded.spans, rows.kv_rows, padded.num_prefill_rows)
+        most_rows = self._most_verified if layout.verifies else None
+        self.attention.begin(padded.spans, rows.kv_rows, padded.num_prefill_rows, most_rows)
         if before is not None and tokens is not None:
             self._feed(padded, rows, before.layout, tokens)
         with in_step():
@@ -194,10 +196,9 @@ class ModelRunner:
         first = layout.num_prefill_rows
         slots = [slot for slot, span in zip(layout.sampled_slots, layout.spans, strict=True) if span.start >= first]
         used = {*layout.sampled_slots}.union(slot for mixture in layout.mixtures for slot, _ in mixture) - {-1}
-        verifies = bool(first) and layout.samples_all
         shape = self.shapes.of(
-            first, len(slots), len(used if verifies else {*slots} - {-1}), uses_lora=bool(used),
-            vocabulary=any(not used.isdisjoint(layer.filled_slots) for layer in self._ends), verifies=verifies,
+            first, len(slots), len(used if layout.verifies else {*slots} - {-1}), uses_lora=bool(used),
+            vocabulary=any(not used.isdisjoint(layer.filled_slots) for layer in self._ends), verifies=layout.verifies,
         )  # fmt: skip
         if layout.mixtures:
             shape = shape._replace(mixed=1 << (max(map(len, layout.mixtures)) - 1).bit_length())
@@ -208,7 +209,7 @@ class ModelRunner:
         prompts, decodes, adapters, _, mixed, _ = shape
         num_rows, num_sampled = self._rows_of(shape)
         rows = self.inputs.fill(StepLayout((), (), (), [], [], [], 0), num_rows, num_sampled)
-        self.attention.begin((), rows.kv_rows, prompts)
+        self.attention.begin((), rows.kv_rows, prompts, self._most_verified if shape.verifies else None)
         if self.manager is None:
             return
         if shape.verifies:

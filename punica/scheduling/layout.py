@@ -77,9 +77,14 @@ class StepLayout:
             for row in range(span.start + span.length)[-1 - len(self.drafts.get(request, ())) :]
         ]
 
+    @cached_property
+    def verifies(self) -> bool:
+        """Whether it has drafts and no prompt."""
+        return bool(self.drafts) and len(self.sampled) == len(self.token_ids)
+
     @property
     def samples_all(self) -> bool:
-        return not self.num_prefill_rows or (bool(self.drafts) and len(self.sampled) == len(self.token_ids))
+        return self.verifies or not self.num_prefill_rows
 
     @cached_property
     def segments(self) -> tuple[tuple[int, int], ...]:

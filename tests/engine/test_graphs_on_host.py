@@ -45,7 +45,7 @@ class OnHost(StepGraphs):
 class Padded(KernelAttention):
     """Plain torch on the rows of requests, zeros for those that pad a step."""
 
-    def begin(self, spans, kv_rows, num_prompt_rows=None) -> None:
+    def begin(self, spans, kv_rows, num_prompt_rows=None, most_rows=None) -> None:
         self._real, starts, plain = (kv_rows >= 0).nonzero().flatten(), 0, []
         for span in spans:
             plain.append(span._replace(start=starts))

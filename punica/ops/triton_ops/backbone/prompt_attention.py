@@ -11,6 +11,8 @@ as they are projected, before the cache rounds them.
 A program takes a tile of rows of one prompt and one head, and walks over its keys in blocks counted from the prompt's
 first row (FlashAttention-2). So a prompt has the same bits wherever its rows are and whatever prompts are beside it.
 
+Where every request has a few rows (verified drafts) a tile has 16 of them, and products of fewer instructions.
+
 A few rows behind a long prefix are few programs: then each of several takes a part of the cached tokens, the last one
 the own rows as well, and a second kernel adds the parts in order (as `decode_attention`).
 
@@ -44,6 +46,8 @@ from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, upcast
 from punica.ops.triton_ops.launch import block_at_least, launch_alone, stages_that_fit, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
 
+FEW_ROWS = 16
+"""Rows of a request, and of a tile, where all requests have so few."""
 MOST_PARTS = 4
 """Parts of the cached tokens that are chosen at most: programs of prompts that are not there start as often."""
 
@@ -184,6 +188,7 @@ def _prompt_attention_kernel(
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         last = tl.minimum(first + BLOCK_M, end)
+        whole = begin + tile * BLOCK_M // BLOCK_N * BLOCK_N  # blocks of keys before every row of the tile end there
         if SHAPE.page > 0:
             length = tl.load(lengths_ptr + prompt)
             start_of_part, end_of_part = tokens_of_part(length, tl.program_id(2), SHAPE)
@@ -191,10 +196,10 @@ def _prompt_attention_kernel(
             for start in tl.range(start_of_part, end_of_part, BLOCK_N, num_stages=SHAPE.stages):
                 acc, largest, total = _add_cached((acc, largest, total), q, cached, start, end_of_part, SHAPE)
             if SPLITS > 1 and tl.program_id(2) < SPLITS - 1:  # own rows are the last part's
-                begin, first, last = end, end, end
-        for start in tl.range(begin, first, BLOCK_N, num_stages=SHAPE.stages):
+                begin, whole, last = end, end, end
+        for start in tl.range(begin, whole, BLOCK_N, num_stages=SHAPE.stages):
             acc, largest, total = _add_block((acc, largest, total), q, heads, start, rows, end, SHAPE, False)
-        for start in tl.range(first, last, BLOCK_N, num_stages=SHAPE.stages):
+        for start in tl.range(whole, last, BLOCK_N, num_stages=SHAPE.stages):
             acc, largest, total = _add_block((acc, largest, total), q, heads, start, rows, end, SHAPE, True)
         if SPLITS == 1:
             out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_stride + at[None, :]
@@ -224,7 +229,7 @@ class Cached(NamedTuple):
 
 def prompt_attention(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, cached: Cached | None = None,
-    splits: int | None = None,
+    splits: int | None = None, most_rows: int | None = None,
 ) -> None:  # fmt: skip
     """Compute causal attention within each of up to N prompts and to their cached tokens, into ``out``.
 
@@ -237,6 +242,7 @@ def prompt_attention(
         starts: int32 ``[N + 1]``, ascending: prompt i is rows ``[starts[i], starts[i + 1])``, which may be none.
         cached: tokens before each prompt (None: none).
         splits: parts of the cached tokens, a power of two up to 32; ``None``: by the number of rows. Bits depend on it.
+        most_rows: rows of a prompt at most, as far as known: tiles and parts suit so many. Bits depend on it.
     """
     _check(out, q, k, v, starts)
     rows, heads, size = q.shape
@@ -246,7 +252,7 @@ def prompt_attention(
         _check_cached(q, k, prompts, cached)
     if not rows or not prompts:
         return
-    block_m, block_n, stages, warps = _tile(size, q.element_size())
+    block_m, block_n, stages, warps = _tile(size, q.element_size(), most_rows)
     width = block_at_least(size)
     tile_bytes = 2 * block_n * width * q.element_size()
     stages = stages_that_fit(stages, tile_bytes, q.device)
@@ -257,7 +263,8 @@ def prompt_attention(
     tensors, table_width = (k, v, starts, starts), 0  # stand for what is not read
     parts, sums = out, out
     if cached is not None:
-        splits = splits or min(MOST_PARTS, choose_splits(max(1, rows // block_m), heads, tile_bytes, q.device))
+        tiles = rows // min(block_m, most_rows or rows)
+        splits = splits or min(MOST_PARTS, choose_splits(max(1, tiles), heads, tile_bytes, q.device))
         shape = shape._replace(page=cached.block_size, format=fp8_format(cached.keys.dtype), splits=splits)
         if splits > 1:
             parts, sums = scratch_of_parts(out, splits)
@@ -272,10 +279,12 @@ def prompt_attention(
         combine(out, parts, sums)
 
 
-def _tile(size: int, itemsize: int) -> tuple[int, int, int, int]:
+def _tile(size: int, itemsize: int, most_rows: int | None) -> tuple[int, int, int, int]:
     """Return rows and keys of a tile, stages and warps: the same whatever the prompts are, as the bits depend on it."""
     if itemsize > 2:
         return 32, 16, 2, 4
+    if most_rows is not None and most_rows <= FEW_ROWS:
+        return FEW_ROWS, 32 if size > 128 else 64, 3, 4
     return (128, 32, 2, 8) if size > 128 else (64, 64, 3, 4)
 
 

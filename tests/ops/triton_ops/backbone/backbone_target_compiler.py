@@ -68,7 +68,8 @@ def compile_case(case: dict[str, Any]) -> None:
     linear(hidden_rows, down, x, bool(case.get("fp8")))
     argmax(empty(TOKENS, dtype=torch.int64), empty(TOKENS, VOCAB, dtype=dtype), -1)
     prompts, starts = qkv.split((heads, kv_heads, kv_heads), dim=1), empty(TOKENS + 1, dtype=i32)
-    prompt_attention(out, *prompts, starts, Cached(keys, keys, table, lengths, BLOCK_SIZE), 4)
+    few = 4 if dtype == torch.float16 else None
+    prompt_attention(out, *prompts, starts, Cached(keys, keys, table, lengths, BLOCK_SIZE), 4, few)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, fp8: bool) -> None:

@@ -141,7 +141,7 @@ class OverCache(Case):
         return Cached(*(part.to(device) for part in parts), lengths, self.page), pairs
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("splits", "most_rows"), [(1, None), (4, None), (1, 5), (None, 16)])
 @pytest.mark.parametrize(
     "case",
     [
@@ -154,11 +154,14 @@ class OverCache(Case):
     ],
     ids=str,
 )
-def test_rows_attend_to_cached_tokens_and_to_their_own(case: OverCache, splits: int, device: str) -> None:
+def test_rows_attend_to_cached_tokens_and_to_their_own(
+    case: OverCache, splits: int | None, most_rows: int | None, device: str
+) -> None:
+    """Also where a prompt has more rows than its caller said."""
     packed, (cached, pairs) = case.packed(device), case.cache(device)
     q, k, v = packed.split((case.heads, case.kv_heads, case.kv_heads), dim=1)
     out = torch.full(q.shape, 7.0, dtype=q.dtype, device=q.device)
-    prompt_attention(out, q, k, v, case.starts(device), cached, splits)
+    prompt_attention(out, q, k, v, case.starts(device), cached, splits, most_rows)
     found, rows = [], sum(case.lengths)
     for prompt, pair in zip(packed[:rows].cpu().double().split(case.lengths), pairs, strict=True):
         q, *own = prompt.transpose(0, 1).split((case.heads, case.kv_heads, case.kv_heads))
@@ -167,4 +170,4 @@ def test_rows_attend_to_cached_tokens_and_to_their_own(case: OverCache, splits: 
         found.append(F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(0, 1))
     tolerance = TOLERANCE[case.dtype]
     torch.testing.assert_close(out[:rows].cpu().double(), torch.cat(found), rtol=tolerance, atol=tolerance)
-    assert splits > 1 or bool((out[rows:] == 7.0).all())
+    assert splits != 1 or bool((out[rows:] == 7.0).all())
