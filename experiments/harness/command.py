@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -49,7 +50,7 @@ from experiments.workload.traces import TRACE
 S = TypeVar("S", bound=Settings)
 E = TypeVar("E", bound=Experiment)
 INTERRUPTED = 130
-"""Exit code of a run that Ctrl-C ended."""
+"""Exit code of a run that Ctrl-C or SIGTERM ended."""
 EXTRAS = {"ray": "cluster", "fastapi": "serve", "uvicorn": "serve", "prometheus_client": "serve"}
 """Package -> the extra of `pyproject.toml` that has it, of those that `make reproduce` does not install."""
 
@@ -197,11 +198,19 @@ def launch(name: str, job: Callable[[DictConfig], int | None]) -> None:
         if code := or_exit(lambda: job(cfg)):
             raise SystemExit(code)
 
+    signal.signal(signal.SIGTERM, _interrupt)
     or_exit(refuse_tildes)
     # Python 3.14 checks help texts, and Hydra 1.3 has one that is no string
     unchecked = mock.patch.object(argparse.ArgumentParser, "_check_help", create=True)
     with unchecked, mock.patch.dict(os.environ, HYDRA_FULL_ERROR="1"):  # it raises what it would print in many lines
         or_exit(hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task))
+
+
+def _interrupt(*_: object) -> None:
+    """Have SIGTERM do what Ctrl-C does: by default Python ends without `finally`, and engines would keep the GPU."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # of `timeout`, twice, and of `record_all`: clean-up needs its time
+        signal.signal(number, lambda *_: None)
+    raise KeyboardInterrupt
 
 
 def refuse_tildes() -> None:

@@ -7,6 +7,8 @@ requests are prompts of token ids and greedy, and ignore end tokens.
 """
 
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -183,6 +185,8 @@ def lines_of(job: dict[str, Any], build: Callable[[dict[str, Any]], Any]) -> Ite
 
 
 def serve(build: Callable[[dict[str, Any]], Any]) -> None:
+    """Do the job; SIGTERM, also at the parent's end, kills the group, since processes of an engine may outlive it."""
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(os.getpid(), signal.SIGKILL))
     found = lines_of(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), build)
     Path(sys.argv[2]).write_text("".join(json.dumps(line) + "\n" for line in found), encoding="utf-8")
 

@@ -5,10 +5,13 @@ vLLM itself is a fake here, of the calls that the worker makes: these tests say 
 
 import asyncio
 import json
+import os
 import re
+import signal
 import sys
 import time
 from collections import Counter
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +24,10 @@ from fakes import composed, points_of
 from tiny import TINY
 
 from experiments.ext_servers import EXPERIMENT as SERVERS
+from experiments.harness.command import INTERRUPTED, with_options
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
-from experiments.harness.schema import REPOSITORY, ConfigError, DType
+from experiments.harness.schema import REPOSITORY, ConfigError, DType, Settings
 from experiments.measure.records import read_rows
 from experiments.plots.frames import measured_frame, rows_of_repeats
 from experiments.plots.serving import draw_servers
@@ -302,14 +306,50 @@ def bench(ours_is_a_fake) -> Bench:
     return Bench(TINY, "cpu", 1, 4, 0, {"adapters": 2, "check": [6, 2], "check_prompt": 3}, None)
 
 
+def wait_for_end(pid):
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "it still runs"
+
+
 def test_what_a_process_leaves_behind_is_ended(tmp_path, bench, monkeypatch):
     left = tmp_path / "pid"
     monkeypatch.setattr(System, "command", lambda *_: ["sh", "-c", f"sleep 60 & echo $! > {left}; exit 3"])
     with bench._running("punica_many") as process:
         assert process.wait() == 3
-    pid, deadline = int(left.read_text()), time.monotonic() + 5
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "it still runs"
+    wait_for_end(int(left.read_text()))
+
+
+def test_sigterm_is_an_interruption_whose_clean_up_no_further_signal_cuts(tmp_path, bench, monkeypatch, request):
+    """The process sends them, as `timeout` and `record_all` do, then ends; its child would not."""
+    os.mkfifo(left := tmp_path / "pid")
+    script = f"trap 'kill -TERM $PPID; kill -INT $PPID; exit' TERM; sleep 60 & echo $! > {left}; wait"
+    monkeypatch.setattr(System, "command", lambda *_: ["sh", "-c", script])
+    monkeypatch.setattr(sys, "argv", ["script"])
+    pids: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        request.addfinalizer(partial(signal.signal, number, signal.signal(number, signal.default_int_handler)))
+
+    def job(_):
+        with bench._running("punica_many"):
+            pids.append(int(left.read_text()))
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit, match=str(INTERRUPTED)):
+        with_options("script", "", "script", Settings, job)
+    wait_for_end(*pids)
+
+
+def test_a_worker_that_is_terminated_ends_its_group(tmp_path, bench, monkeypatch):
+    os.mkfifo(left := tmp_path / "pid")
+    (asked := tmp_path / "job.json").write_text("{}")
+    engine = f"os.spawnlp(os.P_WAIT, 'sh', 'sh', '-c', 'sleep 60 & echo $! > {left}; wait')"
+    code = f"import os; from experiments.servers.worker import serve; serve(lambda _: {engine})"
+    monkeypatch.setattr(System, "command", lambda *_: [sys.executable, "-c", code])
+    with bench._running("punica_many", str(asked), str(tmp_path / "lines")) as process:
+        pid = int(left.read_text())
+        process.terminate()
+        wait_for_end(pid)
 
 
 def test_tokens_that_depend_on_the_company_or_on_no_adapter_are_refused(bench):
