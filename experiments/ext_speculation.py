@@ -2,7 +2,7 @@
 
 Claim: none of the paper's, whose steps compute one token of a request. A step with k drafts of each request has k + 1
 times the rows and reads the same weights. Expected shape: few rows cost little more than one, whatever the adapters;
-beyond some 64 rows products are bound by compute, and drafts by what they cost.
+the more requests, the more tokens drafts must give, since beyond some 64 rows products are bound by compute.
 
 An engine decodes `batch_size` requests of `seq_len` tokens with the panel's adapters; its systems, numbers of given
 drafts, take turns. `break_even`: tokens that a step must give for its drafts to pay, as its time over that of a step
