@@ -24,12 +24,14 @@ Cost at scale=laptop: about 25 seconds on two cores, 4 GB; at scale=gpu 1.5 minu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean, median
 from typing import TYPE_CHECKING, cast
 
+from experiments.ext_price_of_lora import bytes_moved, checked_bench
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import model_settings
-from experiments.harness.schema import Count, Counts, ModelConf
+from experiments.harness.schema import Count, Counts
 from experiments.workload.popularity import popularity
 
 if TYPE_CHECKING:
@@ -88,18 +90,9 @@ class Breakdown(Experiment):
         return [_readings(cfg, point, cases) for point in points]
 
     def _bench(self, cfg: Config, system: str, rank: int) -> EngineSteps:
-        from experiments.benches.engine_steps import EngineSteps, check_adapters_matter
-
-        figure, batch = cast(BreakdownConf, cfg.figure), self._batch(cfg)
-
-        def checked() -> EngineSteps:
-            longest = max(*figure.contexts, figure.prompt)
-            bench = EngineSteps.of_llama(cfg.model, rank, batch, longest, cfg.hardware.device, **SWITCHES[system])
-            mine = [point for point in self.points(cfg) if (point.panel, point.system) == (DECODE, system)]
-            check_adapters_matter(bench, [_shape(point) for point in mine])
-            return bench
-
-        return self.kept((cfg.model.name, system, rank), checked)
+        figure = cast(BreakdownConf, cfg.figure)
+        make = partial(checked_bench, cfg, rank, self._batch(cfg), max(*figure.contexts, figure.prompt))
+        return self.kept((cfg.model.name, system, rank), partial(make, **SWITCHES[system]))
 
 
 def _shape(point: Point) -> StepShape:
@@ -137,14 +130,6 @@ def _readings(cfg: Config, point: Point, cases: dict[str, Case]) -> list[Reading
     bandwidth = copy_bandwidth(cfg.hardware.device)
     found += [Reading("bytes_moved", moved, "byte"), Reading("copy_bandwidth", bandwidth / 1e9, "GB/s")]
     return [*found, Reading("floor", 1e3 * moved / bandwidth, "ms")]
-
-
-def bytes_moved(model: ModelConf, rank: int, shape: StepShape, *, fp8_cache: bool = False) -> int:
-    """Bytes of a step: weights less the embedding, cached keys and values (one byte in `fp8_cache`), adapters."""
-    weights = model.backbone_parameters() - model.vocab_size * model.hidden_size
-    cached = shape.decodes * shape.context * model.kv_elements()
-    wide = weights + shape.num_adapters * model.lora_parameters(rank)
-    return model.dtype.bytes * wide + (1 if fp8_cache else model.dtype.bytes) * cached
 
 
 EXPERIMENT = main(Breakdown, __name__)

@@ -14,11 +14,14 @@ dequantises weights in each step. Cost at scale=laptop: 20 seconds on two cores,
 from collections.abc import Sequence
 from itertools import product
 from statistics import median
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import model_settings
 from experiments.harness.schema import Count, Counts, ModelConf
+
+if TYPE_CHECKING:
+    from experiments.benches.engine_steps import StepShape
 
 BASES = {"plain": (False, False), "FP8 weights": (True, False), "FP8 cache": (False, True), "FP8 both": (True, True)}
 """Panel -> whether weights of linear layers, and keys and values, are in FP8 instead of the model's dtype."""
@@ -65,7 +68,8 @@ class PriceOfLora(Experiment):
         samples = {system: [1e3 * step.seconds for step in steps] for system, steps in timed.items()}
         found = []
         for point in points:
-            own, moved = samples[point.system], bytes_moved(cfg.model, point)
+            own, shape = samples[point.system], shapes[point.system]
+            moved = bytes_moved(cfg.model, rank, shape, weights, cache, slots)
             added = [mine - plain for mine, plain in zip(own, samples[NONE], strict=True)]
             share = Reading("share_of_step", 100 * median(added) / median(own), "percent")
             price = [] if point.system == NONE else [*sampled("added_latency", added, "ms"), share]
@@ -88,17 +92,20 @@ def adapters_of_rows(system: str, batch: int) -> tuple[int, ...]:
     return {NONE: (0,) * batch, ONE: (1,) * batch}.get(system, tuple(range(1, batch + 1)))
 
 
-def bytes_moved(model: ModelConf, point: Point) -> int:
+def bytes_moved(
+    model: ModelConf, rank: int, shape: "StepShape",
+    fp8_weights: bool = False, fp8_cache: bool = False, fp8_adapters: bool = False,
+) -> int:  # fmt: skip
     """Bytes that a step must read, without the embedding; in FP8 one per element, and four per row of a matrix."""
-    (fp8_weights, fp8_cache), rank, wide = BASES[point.panel], cast(int, point.rank), model.dtype.bytes
-    batch, context, layers = cast(int, point.batch_size), cast(int, point.seq_len), model.num_hidden_layers
+    wide, layers = model.dtype.bytes, model.num_hidden_layers
     rows = layers * (3 * model.hidden_size + 2 * model.intermediate_size) + model.kv_elements()
     others = (model.vocab_size + 2 * layers + 1) * model.hidden_size  # head and norms
     linear = model.backbone_parameters() - model.vocab_size * model.hidden_size - others
     base = wide * others + (linear + 4 * rows if fp8_weights else wide * linear)
-    each, adapters = model.lora_parameters(rank), len({*adapters_of_rows(point.system, batch)} - {0})
-    each = each + 4 * (rows + 7 * layers * rank) if point.system == FP8_EACH else wide * each
-    return base + batch * context * model.kv_elements() * (1 if fp8_cache else wide) + each * adapters
+    cached = shape.decodes * shape.context * model.kv_elements() * (1 if fp8_cache else wide)
+    each = model.lora_parameters(rank)
+    each = each + 4 * (rows + 7 * layers * rank) if fp8_adapters else wide * each
+    return base + cached + each * shape.num_adapters
 
 
 EXPERIMENT = main(PriceOfLora, __name__)

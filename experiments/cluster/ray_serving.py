@@ -2,7 +2,6 @@
 
 import atexit
 import gc
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from experiments.benches.model_steps import llama_config
 from experiments.cluster.hour import RANK, REHEARSAL_SEED, World, timed_steps
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ConfigError, model_conf
-from experiments.measure.disturbance import OTHER_CPU_LIMIT, CpuTimes, cpu_times, other_seconds
+from experiments.measure.disturbance import cpu_times, others
 from experiments.simulator import StepCost, TimedStep, Trace, fit_step_cost
 from experiments.workload import MAX_BATCH, released_lengths, rescaled
 from punica.adapters import LoRARequest, write_random_adapter
@@ -178,7 +177,7 @@ def serve(
         steps += [replace(one, begin_s=one.begin_s - start, end_s=one.end_s - start) for one in output.steps]
         recomputed.update(map(int, output.recomputed))
         lost += len(output.lost)
-    disturbed = _disturbed(before, cpu_times())
+    _, disturbed = others(before, cpu_times())
     firsts = np.array([state.first_token_s for state in states]) - start
     lasts = np.array([state.last_token_s for state in states]) - start
     evicted = cluster.num_evicted - evicted
@@ -200,11 +199,3 @@ def served_by_one_engine(world: World) -> dict[int, list[int]]:
     finally:
         torch.set_num_threads(threads)
     return {i: state.output_token_ids for i, state in states.items()}
-
-
-def _disturbed(before: CpuTimes | None, after: CpuTimes | None) -> bool | None:
-    """Check whether other work took more than `OTHER_CPU_LIMIT` of our cores; ``None`` where unknown."""
-    if before is None or after is None:
-        return None
-    share = other_seconds(before, after) / ((after.wall - before.wall) * len(os.sched_getaffinity(0)))
-    return share > OTHER_CPU_LIMIT

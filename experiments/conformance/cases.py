@@ -61,7 +61,7 @@ class Run:
         self, world: World, url: str, prefix: str = "", base: str = BASE, key: str | None = None, timeout: float = 60
     ) -> None:
         self.world, self.url, self.prefix, self.base = world, address(url, "url"), prefix, base
-        self.models, self.adapters, self.takes_ids = world.models, world.models[1:], False
+        self.models = world.models
         # idle connections end before the server's do; a proxy of the environment is not what is tested
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
         http, where = httpx2.AsyncClient(limits=limits, trust_env=False), f"{self.url}/v1"
@@ -70,20 +70,18 @@ class Run:
         self._numbers = {model: itertools.count(place) for place, model in enumerate(self.models)}
 
     async def check(self) -> None:
-        """Find out whether prompts may be token ids. `ConfigError`: the server does not answer as every model."""
-        prompt = self.world.prompts[0]
+        """Raise `ConfigError` where the server does not answer as every model."""
         for model in self.models:
-            tokens, fault = await self.ask(model, prompt.text, 1)
+            tokens, fault = await self.ask(model, self.world.prompts[0].text, 1)
             if not tokens:
                 raise ConfigError(
                     f"url={self.url} does not answer as {self._name(model)} ({fault}): give http://HOST:PORT of a "
                     f"server that was started as make={self.world.folder} prints, its key as {KEY_VARIABLE}, and base= "
                     "and prefix= where models have other names there"
                 )
-        self.takes_ids = bool((await self.ask(BASE, list(prompt.ids), 1))[0])
 
     async def ask(
-        self, model: str, prompt: str | list[int], count: int, stream: bool = False, leave_after: int | None = None
+        self, model: str, prompt: str, count: int, stream: bool = False, leave_after: int | None = None
     ) -> tuple[Tokens, str]:
         """Ask for `count` greedy tokens; return what came, and the error on its way: kind, colon, words. With
         `leave_after`, close the stream after so many chunks.
@@ -131,12 +129,11 @@ class Run:
         """Build a request for each name, with the model's next prompt."""
         return [Ask(model, next(self._turns[model])) for model in models]
 
-    async def wave(self, result: Result, asks: Sequence[Ask]) -> list[Tokens]:
-        """Send requests at once, every other one streamed, every third as text, and judge them; return the tokens."""
-        sent, found = [], []
-        for ask, number in ((ask, next(self._numbers[ask.model])) for ask in asks):
-            prompt = list(ask.prompt.ids) if self.takes_ids and number % 3 else ask.prompt.text
-            sent.append(self.ask(ask.name or ask.model, prompt, COUNT, number % 2 == 0))
+    async def wave(self, result: Result, asks: Sequence[Ask]) -> None:
+        """Send requests at once, every other one streamed, and judge them."""
+        streamed = [next(self._numbers[ask.model]) % 2 == 0 for ask in asks]
+        pairs = zip(asks, streamed, strict=True)
+        sent = [self.ask(ask.name or ask.model, ask.prompt.text, COUNT, stream) for ask, stream in pairs]
         for ask, (tokens, error) in zip(asks, await asyncio.gather(*sent), strict=True):
             got, right = tokens[:COUNT], ask.prompt.answers[ask.model]
             is_wrong = got != right[: len(got)]
@@ -147,8 +144,6 @@ class Run:
             if is_wrong:
                 owners = {tokens: model for model, tokens in ask.prompt.answers.items()}
                 result.findings[f"{ask.label} got the tokens of {owners.get(got, 'no model')}"] += 1
-            found.append(got)
-        return found
 
 
 Case = Callable[[Run, Result], Awaitable[None]]
@@ -162,14 +157,6 @@ def waves(models: Sequence[Sequence[str]]) -> Case:
             await run.wave(result, run.asks(wave))
 
     return sent
-
-
-async def repeated(run: Run, result: Result) -> None:
-    """Send one wave three times, and find answers that change, right or wrong."""
-    asks = run.asks(run.models * 2)
-    for ask, *answers in zip(asks, *[await run.wave(result, asks) for _ in range(3)], strict=True):
-        if len({tokens for tokens in answers if len(tokens) == COUNT}) > 1:
-            result.findings[f"{ask.label} got other tokens from run to run"] += 1
 
 
 async def shared_prefix(run: Run, result: Result) -> None:
@@ -205,7 +192,7 @@ async def cancelled(run: Run, result: Result) -> None:
 
 async def reloaded(run: Run, result: Result, in_place: bool = False) -> None:
     """Load two adapters in turn under one name, beside others, after unloading or in place; then unload the last."""
-    pair = max(itertools.combinations(run.adapters, 2), key=lambda pair: len(run.world.sure(*pair)))
+    pair = max(itertools.combinations(run.models[1:], 2), key=lambda pair: len(run.world.sure(*pair)))
     for place, model in enumerate(pair * 2):
         status = await run.unload() if place and not in_place else 200
         if status == 200:
@@ -236,7 +223,6 @@ def cases(world: World, batches: Sequence[int]) -> dict[str, Case]:
             models * 2, [*few, *few[::-1]] * 2, [name for one in adapters for name in (one, BASE)],
         ]),
         "many adapters": waves([wave for order in orders for wave in (*([name] for name in order), order)]),
-        "repeated runs": repeated,
         **{f"batch of {size}": waves([(models * size)[:size]]) for size in batches},
         "cancellation": cancelled,
         "hot reload": reloaded,

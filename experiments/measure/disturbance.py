@@ -86,6 +86,15 @@ def other_seconds(before: CpuTimes, after: CpuTimes) -> float:
     return max(0.0, (after.busy - before.busy) - (after.own - before.own))
 
 
+def others(before: CpuTimes | None, after: CpuTimes | None) -> tuple[float | None, bool | None]:
+    """Return the share of our cores that others took meanwhile, and whether it disturbs; None where unknown."""
+    if before is None or after is None:
+        return None, None
+    seconds = other_seconds(before, after)
+    share = seconds / max(1e-9, (after.wall - before.wall) * len(os.sched_getaffinity(0)))
+    return share, share > OTHER_CPU_LIMIT and seconds > SHORTEST_OTHER_S
+
+
 class Calibration(NamedTuple):
     """Microseconds of one product and one copy, the best of a few, and of a launch, the median; None on a CPU."""
 
@@ -173,18 +182,14 @@ class Watch:
 
     def stop(self) -> Disturbance:
         """Return the disturbance since. The calibration is not part of the interval whose CPU time is counted."""
-        before, after, share, crowded = self._times, cpu_times(), None, False
-        if before and after:
-            others = other_seconds(before, after)
-            share = others / max(1e-9, (after.wall - before.wall) * len(os.sched_getaffinity(0)))
-            crowded = share > OTHER_CPU_LIMIT and others > SHORTEST_OTHER_S
+        share, crowded = others(self._times, cpu_times())
         clock, throttled = _gpu_state() if self._device.startswith("cuda") else (None, False)
         runs, quiet = (self._calibration, self._calibrator.run()), self._calibrator.quiet
         gemm, copy = sum(run.gemm_us for run in runs) / 2, sum(run.copy_us for run in runs) / 2
         launches = [run.launch_us for run in runs if run.launch_us is not None]
         launch = sum(launches) / len(launches) if launches else None
         slow = max(gemm / quiet.gemm_us, copy / quiet.copy_us) > CALIBRATION_LIMIT
-        return Disturbance(slow or crowded or throttled, share, gemm, copy, clock, launch)
+        return Disturbance(slow or bool(crowded) or throttled, share, gemm, copy, clock, launch)
 
 
 def _gpu_state() -> tuple[float | None, bool]:

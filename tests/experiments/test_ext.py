@@ -6,12 +6,12 @@ from fakes import composed, measured, settled
 from tiny import values
 
 from experiments.benches import fp8_operator, mixtures, operators
-from experiments.benches.engine_steps import EngineSteps
+from experiments.benches.engine_steps import EngineSteps, StepShape
 from experiments.benches.training import Training
 from experiments.ext_fp8 import EXPERIMENT as FP8
 from experiments.ext_fp8 import bytes_read
 from experiments.ext_mixtures import EXPERIMENT as MIXTURES
-from experiments.ext_price_of_lora import BASES, EACH, FP8_EACH, NONE, bytes_moved
+from experiments.ext_price_of_lora import BASES, EACH, FP8_EACH, NONE, adapters_of_rows, bytes_moved
 from experiments.ext_price_of_lora import EXPERIMENT as PRICE
 from experiments.ext_speculation import ADAPTERS, SYSTEMS
 from experiments.ext_speculation import EXPERIMENT as SPECULATION
@@ -106,13 +106,12 @@ def test_readings_of_a_cell(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(("base", "system"), [("plain", EACH), ("FP8 weights", NONE), ("FP8 both", FP8_EACH)])
 def test_bytes_are_those_of_an_engine(tmp_path, base: str, system: str) -> None:
     cfg = settled(tmp_path, PRICE, f"figure.bases=[{base}]")
-    point = next(one for one in PRICE.points(cfg) if (one.system, one.batch_size) == (system, 3))
-    weights, cache = BASES[base]
-    bench = EngineSteps.of_llama(cfg.model, 16, 3, 16, "cpu", weights, system == FP8_EACH, fp8_kv_cache=cache)
+    (weights, cache), fp8, shape = BASES[base], system == FP8_EACH, StepShape(3, 16, 0, adapters_of_rows(system, 3))
+    bench = EngineSteps.of_llama(cfg.model, 16, 3, 16, "cpu", weights, fp8, fp8_kv_cache=cache)
     memory, table = bench.engine.memory, bench.engine.runner.model.lm_head.weight.nbytes  # as large as the embedding
     read = memory.weights - table + 3 * 16 * memory.token_bytes
     slot = sum(layer.slot_bytes for name, layer in bench.engine.manager.modules.items() if ".layers." in name)
-    assert bytes_moved(cfg.model, point) == read + (0 if system == NONE else 3 * slot)
+    assert bytes_moved(cfg.model, 16, shape, weights, cache, fp8) == read + (0 if system == NONE else 3 * slot)
 
 
 def test_readings_of_every_system(tmp_path, monkeypatch) -> None:

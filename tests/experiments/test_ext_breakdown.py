@@ -13,7 +13,7 @@ from experiments.benches import step_parts
 from experiments.benches.engine_steps import ROOM, EngineSteps, StepShape, check_adapters_matter, launch_times
 from experiments.benches.step_parts import ATTENTION, BASE, EXPAND, HEAD, REST, SHRINK, SMALL, Kernel
 from experiments.ext_breakdown import EXPERIMENT as BREAKDOWN
-from experiments.ext_breakdown import bytes_moved
+from experiments.ext_price_of_lora import bytes_moved
 from experiments.harness import CheckFailed, ConfigError
 from experiments.harness.schema import REPOSITORY, DType, model_conf
 from experiments.measure import roofline

@@ -27,7 +27,6 @@ class RightServer:
     """Answers with the right tokens of the prompts that the world knows, and with ``w1`` else; ``fields`` as below."""
 
     loads = True  # requests may load adapters
-    ids = True  # prompts may be token ids
     keeps_limit = True  # of tokens
     key: str | None = None
 
@@ -77,9 +76,9 @@ class RightServer:
         name, prompt = body["model"], body["prompt"]
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             return _error(401, "no key")
-        if name not in self.models or not (self.ids or isinstance(prompt, str)):
-            return _error(404, f"no model {name}, or the prompt is no text")
-        ids = tuple(int(word[1:]) for word in prompt.split()) if isinstance(prompt, str) else tuple(prompt)
+        if name not in self.models:
+            return _error(404, f"no model {name}")
+        ids = tuple(int(word[1:]) for word in prompt.split())
         ask = Ask(name, ids, bool(body.get("stream")))
         beside = await self._group(ask) if body["max_tokens"] == COUNT else [ask]
         self.asked[name] += 1
