@@ -14,7 +14,7 @@ On a GPU also what two switches of the engine cost or save: `batch_invariant`, a
     time_<part>            means that add up to step_latency_watched: on a GPU of a few steps with a profiler
                            (`benches.step_parts`; `gaps`: nothing runs), on a CPU schedule, metadata, and the rest
     inflation              on a GPU step_latency_watched / step_latency: what the profiler costs
-    host_<phase>           of the host: schedule, metadata, on a GPU launch (of all), then ahead (the next step)
+    host_<phase>           of the host: schedule, metadata
     added_latency          what the adapters add to the step; added_per_token: over the tokens that it computes
     floor                  the time of the bytes that must move, at the bandwidth of a large copy (copy_bandwidth)
 

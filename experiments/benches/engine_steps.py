@@ -4,11 +4,9 @@ an engine with full slots, whose cache holds noise, so that a step at any contex
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 
@@ -18,7 +16,6 @@ from experiments.harness.schema import ModelConf
 from experiments.measure.timing import Protocol
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest, random_adapter
 from punica.engine import Engine, EngineConfig, Request
-from punica.engine.overlap import BegunStep
 from punica.engine.requests import StepStatistics
 from punica.models import LlamaForCausalLM
 from punica.scheduling import RequestState, RequestStatus
@@ -182,34 +179,6 @@ def check_adapters_matter(steps: EngineSteps, shapes: Sequence[StepShape]) -> No
         tokens[shape.num_adapters > 0] = steps.step().tokens
     if len(tokens) == 2 and tokens[False] == tokens[True]:
         raise CheckFailed("a step comes out as if its rows had no adapters")
-
-
-class Launched(NamedTuple):
-    """Seconds of the host in one step: until all is launched, metadata included, and then for the next step."""
-
-    given: float
-    ahead: float
-
-
-@contextmanager
-def launch_times(engine: Engine) -> Iterator[list[Launched]]:
-    overlap, given, seen = engine._overlap, [0.0], list[Launched]()
-    begin, prepare = overlap.begin, overlap.prepare_next
-
-    def timed_begin(*arguments: Any) -> BegunStep:
-        step = begin(*arguments)
-        given[0] = time.perf_counter() - step.scheduled_s
-        return step
-
-    def timed_prepare(*arguments: Any) -> BegunStep | None:
-        started, launched = time.perf_counter(), given[0]
-        upcoming = prepare(*arguments)
-        seen.append(Launched(launched, time.perf_counter() - started))
-        given[0] = 0.0  # of a step launched ahead
-        return upcoming
-
-    with patch.multiple(overlap, begin=timed_begin, prepare_next=timed_prepare):
-        yield seen
 
 
 def put(engine: Engine, request: Request, generated: int) -> None:

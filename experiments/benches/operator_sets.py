@@ -1,17 +1,5 @@
-"""Columns of the operator tables: calls on the sets of one operator, checked before they are timed. One graph rotates
-through *sets* (x, y, A, B) of more bytes than any cache has, so that weights come from HBM.
-
-==========================  ==============================================================================
-punica                      the flat operator, both kernels early, B row after row as in adapter files
-wrapper                     what a layer calls (`operators.begun`): defaults, 64 slots, true ranks, B by ranks.
-wrapper, normal launch      as ``wrapper`` with ``LoRAConfig(pdl=False)``.
-normal shrink               as a layer has it run, expand early only.
-no overlap                  the flat operator with plain launches.
-rank table                  the flat operator, the ranks read from a table.
-batch invariant             the flat operator with ``batch_invariant=True``.
-wrapper, batch invariant    the wrapper with ``LoRAConfig(batch_invariant=True)``.
-==========================  ==============================================================================
-
+"""Columns of the operator tables (`docs/operators.md`): calls on sets of one operator, checked before they are timed.
+One graph rotates through *sets* (x, y, A, B) of more bytes than any cache has, so that weights come from HBM.
 ``torch_loop`` and ``torch_gbmm`` are two baselines of the anchors: one addmm pair per adapter; gather and two bmm.
 """
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from experiments.benches.engine_steps import IN_A_ROW, EngineSteps, StepShape, TimedStep, launch_times
+from experiments.benches.engine_steps import IN_A_ROW, EngineSteps, StepShape, TimedStep
 from experiments.measure.timing import Protocol
 
 BASE, ATTENTION, SHRINK, EXPAND = "base_gemm", "attention", "lora_shrink", "lora_expand"
@@ -105,8 +105,8 @@ def watched_kernels(work: Callable[[], object]) -> list[Kernel]:
 
 @dataclass
 class Case:
-    """Seconds of one case: `steps`, raw; `host` by phase (schedule, metadata, on a GPU launch and ahead); `watched`
-    steps, on a CPU the same, and `parts` of all of them.
+    """Seconds of one case: `steps`, raw; `host` by phase (schedule, metadata); `watched` steps, on a CPU the same, and
+    `parts` of all of them.
     """
 
     steps: list[float] = field(default_factory=list)
@@ -114,12 +114,10 @@ class Case:
     watched: list[float] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
 
-    def note(self, step: TimedStep, **device: float) -> None:
-        """Add a timed step; `device`: phases of the host that only a GPU has."""
+    def note(self, step: TimedStep) -> None:
         self.steps.append(step.seconds)
-        phases = {SCHEDULE: step.statistics.schedule_s, METADATA: step.statistics.metadata_s, **device}
-        for phase, seconds in phases.items():
-            self.host[phase].append(seconds)
+        self.host[SCHEDULE].append(step.statistics.schedule_s)
+        self.host[METADATA].append(step.statistics.metadata_s)
 
     def mean_parts(self) -> dict[str, float]:
         """Seconds of each part in the mean of the watched steps, and so adding up to that."""
@@ -133,32 +131,17 @@ def measured(bench: EngineSteps, shapes: Mapping[str, StepShape], protocol: Prot
     for _ in protocol.turns(len(cases), in_a_row):
         for name, shape in shapes.items():
             bench.settle(shape)
-            if bench.on_gpu:
-                _time_on_gpu(bench, in_a_row, cases[name], bench.steps_each(shape))
-            else:
-                _time_on_cpu(bench, in_a_row, cases[name])
-    if bench.on_gpu:
-        for name, shape in shapes.items():
-            bench.settle(shape)
+            for _ in range(in_a_row):
+                cases[name].note(bench.step())
+    for name, case in cases.items():
+        if bench.on_gpu:
+            bench.settle(shapes[name])
             count = max(2, in_a_row * protocol.fewest_turns(in_a_row))
-            _profile(bench, count, cases[name], bench.steps_each(shape))
+            _profile(bench, count, case, bench.steps_each(shapes[name]))
+        else:
+            known = {phase: sum(seconds) for phase, seconds in case.host.items()}
+            case.watched, case.parts = case.steps, {**known, REST: sum(case.steps) - sum(known.values())}
     return cases
-
-
-def _time_on_gpu(bench: EngineSteps, count: int, case: Case, each: int) -> None:
-    """Time `count` steps, for each of which the engine takes `each`; the last but one of these launches it, if any."""
-    with launch_times(bench.engine) as launches:
-        steps = [bench.step() for _ in range(count)]
-    own, launching = launches[each - 1 :: each], launches[max(0, each - 2) :: each]
-    for step, launched, before in zip(steps, own, launching, strict=True):
-        case.note(step, launch=launched.given - step.statistics.metadata_s, ahead=before.ahead)
-
-
-def _time_on_cpu(bench: EngineSteps, count: int, case: Case) -> None:
-    for _ in range(count):
-        case.note(bench.step())
-    known = {phase: sum(seconds) for phase, seconds in case.host.items()}
-    case.watched, case.parts = case.steps, {**known, REST: sum(case.steps) - sum(known.values())}
 
 
 def _profile(bench: EngineSteps, count: int, case: Case, each: int) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from experiments.facts.systems import SECONDS
 from experiments.harness.command import with_options
 from experiments.harness.counted import POINT, counted, frame_of, merged
 from experiments.harness.schema import ConfigError, Settings
@@ -24,7 +25,7 @@ from experiments.plots.frames import distinct
 from experiments.report.machines import rows_files
 
 KEY = [*POINT, "statistic", "timer"]
-COLUMNS = [*KEY, "unit", "a", "b", "ratio", "better"]
+COLUMNS = [*KEY, "unit", "a", "b", "ratio"]
 GROUP = ["figure", "system", "metric", "unit"]
 
 
@@ -72,7 +73,7 @@ def join(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
         units = f"is in {pair.unit} in a and in {pair.unit_b} in b"
         raise ConfigError(f"{pair.metric} of figure {pair.figure} {units}: measure one of them again")
     fine = (pairs[["a", "b"]].gt(0) & pairs[["a", "b"]].lt(np.inf)).all(axis=1)
-    return pairs.assign(ratio=(pairs["b"] / pairs["a"]).where(fine), better=pairs["unit"].map(direction))[COLUMNS]
+    return pairs.assign(ratio=(pairs["b"] / pairs["a"]).where(fine))[COLUMNS]
 
 
 def content(rows: pd.DataFrame) -> str:
@@ -81,29 +82,23 @@ def content(rows: pd.DataFrame) -> str:
     return "; ".join(f"{name} {', '.join(values) or '-'}" for name, values in found.items())
 
 
-def direction(unit: str) -> str:
-    """Which values of `unit` are better: `lower` (times, bytes), `higher` (anything per second), or empty."""
-    if unit in ("s", "ms", "us", "ns") or unit.startswith("byte"):
-        return "lower"
-    return "higher" if unit.endswith("/s") else ""
-
-
-def meaning(ratio: float, better: str) -> str:
-    """Word the ratio B / A: `B 1.25x better`, `B 1.10x worse`, `same` within half a percent, or nothing."""
-    if np.isnan(ratio) or not better:
+def meaning(ratio: float, unit: str) -> str:
+    """Word the ratio B / A of times, bytes and rates: `B 1.25x better`, `same` within half a percent; else nothing."""
+    is_rate = unit.endswith("/s")
+    if np.isnan(ratio) or not (is_rate or unit in SECONDS or unit.startswith("byte")):
         return ""
     if abs(ratio - 1) < 0.005:
         return "same"
-    gain = ratio if better == "higher" else 1 / ratio
+    gain = ratio if is_rate else 1 / ratio
     return f"B {gain:.2f}x better" if gain > 1 else f"B {1 / gain:.2f}x worse"
 
 
 def lines(pairs: pd.DataFrame) -> Iterator[str]:
     """Yield every pair, grouped by figure, system and metric; then the means of all groups."""
-    meanings = [meaning(*one) for one in zip(pairs["ratio"], pairs["better"], strict=True)]
+    meanings = [meaning(*one) for one in zip(pairs["ratio"], pairs["unit"], strict=True)]
     shown, means = pairs.assign(meaning=meanings).replace("", None), []
     for group, part in pairs.groupby(GROUP, sort=False):
-        table = shown.loc[part.index].drop(columns=[*GROUP, "better"]).dropna(axis=1, how="all")
+        table = shown.loc[part.index].drop(columns=GROUP).dropna(axis=1, how="all")
         yield f"\nfigure {', '.join(map(str, group))}"
         yield table.to_string(index=False, na_rep="-", float_format="{:.4g}".format)
         means.append((*group, mean_text(part)))
@@ -116,7 +111,7 @@ def mean_text(pairs: pd.DataFrame) -> str:
     if ratios.empty:
         return "no row has a ratio"
     mean = statistics.geometric_mean(ratios)
-    verdict = meaning(mean, pairs["better"].iloc[0])
+    verdict = meaning(mean, pairs["unit"].iloc[0])
     return f"{mean:.3f} over {len(ratios)} of {len(pairs)} rows" + (f", {verdict}" if verdict else "")
 
 

@@ -101,6 +101,7 @@ class StreamBench:
         predicted += predict(range(WHOLE_DRAWS // 2, WHOLE_DRAWS))
         mean, error = statistics.fmean(predicted), statistics.stdev(predicted) / len(predicted) ** 0.5
         return [
+            Reading("stream_requests", len(served.jobs), "requests", "count"),
             Reading("stream_throughput", served.throughput, "token/s"),
             Reading("predicted_throughput", mean, "token/s"),
             Reading("prediction_standard_error", error, "token/s"),

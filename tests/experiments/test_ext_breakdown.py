@@ -10,7 +10,7 @@ from fakes import measured, points_of, settled
 from tiny import TINY
 
 from experiments.benches import step_parts
-from experiments.benches.engine_steps import ROOM, EngineSteps, StepShape, check_adapters_matter, launch_times
+from experiments.benches.engine_steps import ROOM, EngineSteps, StepShape, check_adapters_matter
 from experiments.benches.step_parts import ATTENTION, BASE, EXPAND, HEAD, REST, SHRINK, SMALL, Kernel
 from experiments.ext_breakdown import EXPERIMENT as BREAKDOWN
 from experiments.ext_price_of_lora import bytes_moved
@@ -114,16 +114,6 @@ def test_adapters_that_are_not_applied_are_seen(bench, monkeypatch):
         check_adapters_matter(bench, shapes)
 
 
-def test_the_host_is_timed_until_all_is_given_to_the_device(bench):
-    bench.begin(shape())
-    with launch_times(bench.engine) as seen:
-        steps = [bench.step() for _ in range(2)]
-    assert len(seen) == 2
-    for launched, step in zip(seen, steps, strict=True):
-        assert step.statistics.metadata_s < launched.given < launched.given + launched.ahead < step.seconds
-    assert not {"begin", "prepare_next"} & vars(bench.engine._overlap).keys()
-
-
 def test_parts_of_a_cpu_add_up_to_the_steps(bench, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", time.thread_time)  # less what others take meanwhile
     cases = step_parts.measured(bench, {"": shape(adapters=(0,) * 3), "Distinct": shape()}, PROTOCOL)
@@ -150,7 +140,7 @@ def test_a_gpu_is_timed_first_and_then_profiled(bench, monkeypatch, ahead):
     monkeypatch.setattr(EngineSteps, "wait", lambda _: None)
     monkeypatch.setattr(step_parts, "watched_kernels", scripted)
     (case,) = step_parts.measured(bench, {"Distinct": shape()}, PROTOCOL).values()
-    assert len(case.steps) == len(case.host["launch"]) == len(case.host["ahead"]) == len(case.watched) == 2
+    assert len(case.steps) == len(case.host["schedule"]) == len(case.watched) == 2
     assert case.watched != case.steps
     assert (len(set(case.watched)) == 1) == ahead
     parts = case.mean_parts()
@@ -192,7 +182,7 @@ def test_parts_of_rows_add_up(tmp_path, monkeypatch):
         assert found[found.index.str.startswith("time_")].sum() == pytest.approx(found["step_latency_watched"])
         assert found["floor"] == pytest.approx(found["bytes_moved"] / 1e10 * 1e3)
         assert ("added_latency" in found) == (cell.index[0][2] != "")
-        assert not {"inflation", "host_launch"} & set(found.index)  # a CPU's step is watched as it is
+        assert "inflation" not in found.index  # a CPU's step is watched as it is
     added = cells["decode", 16, "Distinct"]
     assert added["added_per_token"] == pytest.approx(1e3 * added["added_latency"] / 3)
 
@@ -228,11 +218,11 @@ def test_steps_that_are_begun_ahead_are_timed_from_the_end_of_the_one_before(ben
 
 
 def test_a_prompt_joins_a_step_that_is_launched_beside_the_one_before(bench, monkeypatch):
-    """As in a stream: the engine takes three steps for one, and its host and its kernels are those of that step."""
+    """As in a stream: the engine takes three steps for one, and its kernels are those of that step."""
     monkeypatch.setattr(ModelRunner, "works_ahead", True)
     monkeypatch.setattr(EngineSteps, "on_gpu", property(lambda _: True))
     monkeypatch.setattr(EngineSteps, "wait", lambda _: None)
-    mixed, times = shape(2, 16, prompt=20), []
+    mixed = shape(2, 16, prompt=20)
 
     def scripted(work):
         work()
@@ -243,10 +233,6 @@ def test_a_prompt_joins_a_step_that_is_launched_beside_the_one_before(bench, mon
     bench.settle(mixed)
     step = bench.step()
     assert (step.statistics.batch_size, step.statistics.num_prefill_tokens) == (3, 20)
-    with launch_times(bench.engine) as launches:
-        times.append(bench.step().seconds)
-    assert [launched.given for launched in launches] == [0.0] * 3
     (case,) = step_parts.measured(bench, {"Distinct": mixed}, PROTOCOL).values()
     assert case.parts == {ATTENTION: 0.5, HEAD: 0.5, step_parts.GAPS: sum(case.watched) - 1.0}
-    assert min(case.host["ahead"]) > 0.0
     assert bench.steps_each(shape()) == bench.steps_each(shape(0, prompt=20, adapters=(0,))) == 1
