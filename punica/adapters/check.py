@@ -132,6 +132,8 @@ def all_finite(tensor: Tensor) -> bool:
         return True
     if tensor.device.type != "cpu":
         return bool(torch.isfinite(tensor).all())
+    if tensor.dtype.itemsize > 2 and bool(torch.isfinite(tensor.sum())):  # twice as fast as integers of this size
+        return True
     signed, unsigned, inf, minus_inf = _INFINITIES[tensor.dtype]
     values = tensor.detach().view(signed).numpy()
     return bool(values.max() < inf and values.view(unsigned).max() < minus_inf)

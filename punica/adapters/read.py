@@ -35,7 +35,7 @@ RUN_BYTES = 4 << 20  # of neighbouring tensors that are read at once: enough to 
 RUN_TENSORS = 512  # that are read at once; a call of the system takes 1,024 pieces
 
 # Dtypes by their names in safetensors, whose own way to find the dtype reads the whole tensor.
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class TensorEntry(NamedTuple):
@@ -121,7 +121,7 @@ class WeightsFile:
 
     def _entry(self, key: str, checked: Any, name: TensorName) -> TensorEntry:
         """Read an entry of the checked header."""
-        if (dtype := _DTYPES.get(checked.get_dtype())) is None:
+        if (dtype := FLOATS.get(checked.get_dtype())) is None:
             raise dtype_error(key, checked.get_dtype())
         if max(shape := checked.get_shape(), default=0) >= 1 << 63:
             raise self._invalid(f"torch cannot hold the shape {clip(shape)} of {clip(key)}")

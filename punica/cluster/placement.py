@@ -5,9 +5,8 @@
 :data:`SCHEDULING_RULES` ``.register("name")``.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 
 from punica.cluster.gpu import ClusterRequest, Gpu
 from punica.registry import Registry
@@ -27,11 +26,6 @@ class OpenGpus:
 
     def __reversed__(self) -> Iterator[Gpu]:
         return (self._gpus[key[-1]] for key in reversed(self._keys))
-
-    def after(self, key: tuple) -> Iterator[Gpu]:
-        """Yield GPUs in ascending order, those after ``key`` first."""
-        first = bisect_right(self._keys, key)
-        return (self._gpus[self._keys[i][-1]] for i in chain(range(first, len(self._keys)), range(first)))
 
     def put(self, gpu: Gpu) -> None:
         """Add a GPU, or give one whose members changed its place."""

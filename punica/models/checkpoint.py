@@ -18,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from punica.adapters.check import all_finite
+from punica.adapters.read import FLOATS
 from punica.parallel import get_tensor_model_parallel_rank
 from punica.progress import shown
 
@@ -29,8 +31,6 @@ UNQUANTISED = "serve the unquantised checkpoint that it was made from, or write 
 _PREFIX = "model."
 _BACKBONE = ("embed_tokens.", "layers.", "norm.")
 _OTHER_HEADS = ("v_head.", "value_head.", "score.")
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes of weights by their names in safetensors."""
 NO_WEIGHTS = ("rotary_emb.inv_freq",)
 """Ends of the names of tensors that older checkpoints hold beside their weights."""
 _QUANTISED = {
@@ -176,12 +176,6 @@ def load_tensors(entries: Sequence[CheckpointEntry], stored: Mapping[str, Stored
     """Read every entry from its file; rank 0 shows its progress. ValueError for a tensor with NaN or inf."""
     for entry in entries if get_tensor_model_parallel_rank() else shown(entries, "loading weights", "tensor"):
         full = stored[entry.name].read()
-        if not is_finite(full):
+        if not all_finite(full):
             raise ValueError(f"checkpoint tensor {entry.name} contains NaN or inf; download or save it again")
         entry.load(full)
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Check that no element is NaN or inf: by the sum first, and by each element if that is not finite."""
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    return bool(torch.isfinite(tensor.sum(dtype=wide))) or bool(torch.isfinite(tensor.to(wide)).all())

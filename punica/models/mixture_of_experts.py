@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from punica.models.checkpoint import FLOATS, NO_WEIGHTS, CheckpointEntry, StoredTensor, stored_tensors
+from punica.adapters.read import FLOATS
+from punica.models.checkpoint import NO_WEIGHTS, CheckpointEntry, StoredTensor, stored_tensors
 from punica.models.families import DENSE, EXPERTS, model_type_of
 from punica.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 from punica.parallel import FusedMoE, ReplicatedLinear

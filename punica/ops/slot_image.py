@@ -86,19 +86,5 @@ def image_matrices(image: Tensor, count: int, dtype: torch.dtype) -> list[Tensor
     ]
 
 
-def write_slot(image: Tensor, slots: Sequence[Tensor], ranks: Sequence[Tensor], index: int) -> None:
-    """Write an image matrix by matrix in plain torch: its meaning, and the oracle of its test. Slot ``index`` of every
-    ``slots[m]``, ``[L, ..., rows, cols]``, and ``ranks[m]``, int32 ``[L]``, is replaced.
-    """
-    matrices = image_matrices(image, len(slots), slots[0].dtype)
-    live = _header(image, len(slots))[:, 3].tolist()
-    for matrix, stacked, rank_of_slot, rank in zip(matrices, slots, ranks, live, strict=True):
-        target = stacked[index].view(-1, stacked.shape[-1])
-        target.zero_()
-        if matrix is not None:
-            target[: matrix.shape[0], : matrix.shape[1]] = matrix
-        rank_of_slot[index] = rank
-
-
 def _header(image: Tensor, count: int) -> Tensor:
     return image[: count * HEADER * 8].view(torch.int64).view(count, HEADER)

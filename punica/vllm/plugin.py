@@ -32,6 +32,7 @@ _WRAPPER = "vllm.lora.punica_wrapper.punica_gpu"
 _OPERATORS = ("lora_shrink", "lora_expand", "fused_moe_lora")
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_RANK = 512  # vLLM's largest
+_METADATA = 7  # arguments of shrink and expand that describe the step
 _FULLY_SHARDED = 25  # place of that argument of `fused_moe_lora` behind the weights
 _log = logging.getLogger("vllm.punica")
 
@@ -83,8 +84,8 @@ def _replacements(wrapper: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
     if list(inspect.signature(cls.add_lora_linear).parameters) != expected:
         raise TypeError("add_lora_linear has another signature")
     return [
-        (wrapper, "lora_shrink", _shrink_of(shrink, own["lora_shrink"])),
-        (wrapper, "lora_expand", _expand_of(expand, own["lora_expand"])),
+        (wrapper, "lora_shrink", _product_of("lora_shrink", shrink, own["lora_shrink"])),
+        (wrapper, "lora_expand", _product_of("lora_expand", expand, own["lora_expand"])),
         (wrapper, "fused_moe_lora", _experts_of(fused_moe_lora, own["fused_moe_lora"])),
         (cls, "add_lora_linear", _linear_of(linear, cls.add_lora_linear)),
         (config, "compute_hash", _hash_of(config.compute_hash)),
@@ -125,32 +126,20 @@ def _mapping_of(theirs: Callable[..., None]) -> Callable[..., None]:
     return set_mapping
 
 
-def _shrink_of(ours: Callable[..., None], theirs: Callable[..., None]) -> Callable[..., None]:
-    def lora_shrink(
-        inputs: Tensor, lora_a_weights: Sequence[Tensor], output_tensor: Tensor, *metadata_and_scaling: Any
+def _product_of(name: str, ours: Callable[..., None], theirs: Callable[..., None]) -> Callable[..., None]:
+    """Replace shrink, whose metadata end with its scaling, or expand."""
+
+    def product(
+        inputs: Tensor, weights: Sequence[Tensor], output: Tensor, *metadata_and_scaling: Any, **options: Any
     ) -> None:
-        if not _serves("lora_shrink", inputs, lora_a_weights):
-            theirs(inputs, lora_a_weights, output_tensor, *metadata_and_scaling)
+        if not _serves(name, inputs if name == "lora_shrink" else output, weights):
+            theirs(inputs, weights, output, *metadata_and_scaling, **options)
             return
-        *tensors, count, scaling = metadata_and_scaling
-        ours(inputs, list(lora_a_weights), output_tensor, *tensors, scaling, num_active_loras=count)
+        *tensors, count = metadata_and_scaling[:_METADATA]
+        rest = metadata_and_scaling[_METADATA:]
+        ours(inputs, list(weights), output, *tensors, *rest, num_active_loras=count, **options)
 
-    return lora_shrink
-
-
-def _expand_of(ours: Callable[..., None], theirs: Callable[..., None]) -> Callable[..., None]:
-    def lora_expand(
-        inputs: Tensor, lora_b_weights: Sequence[Tensor], output_tensor: Tensor, *metadata: Any, offset_start: int = 0,
-        add_inputs: bool = False,
-    ) -> None:  # fmt: skip
-        if not _serves("lora_expand", output_tensor, lora_b_weights):
-            theirs(inputs, lora_b_weights, output_tensor, *metadata, offset_start=offset_start, add_inputs=add_inputs)
-            return
-        *tensors, count = metadata
-        ours(inputs, list(lora_b_weights), output_tensor, *tensors, num_active_loras=count, offset_start=offset_start,
-             add_inputs=add_inputs)  # fmt: skip
-
-    return lora_expand
+    return product
 
 
 def _experts_of(ours: Callable[..., None], theirs: Callable[..., None]) -> Callable[..., None]:

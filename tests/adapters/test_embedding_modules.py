@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from punica.adapters import LoRAModelManager, LoRARequest
 from punica.adapters.write import stage
 from punica.config import LoRAConfig
-from punica.ops.slot_image import write_slot
 from punica.parallel import LogitsProcessor, ParallelLMHead, ReplicatedLinear, VocabParallelEmbedding
+from tests.ops.helpers import write_slot
 
 VOCAB, DIM = 21, 12
 ROLES = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}

@@ -11,7 +11,7 @@ from punica.adapters.write import stage
 from punica.config import LoRAConfig
 from punica.layers import BaseLayerWithLoRA
 from punica.metadata import LoRAMapping
-from punica.ops.slot_image import write_slot
+from tests.ops.helpers import write_slot
 
 O_PROJ = "model.layers.0.self_attn.o_proj"
 

@@ -30,10 +30,11 @@ from punica.config import LoRAConfig
 from punica.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, from_layer
 from punica.metadata import LoRAMapping
 from punica.ops.quant import Fp8Matrix
-from punica.ops.slot_image import pack_image, write_slot
+from punica.ops.slot_image import pack_image
 from punica.parallel import FusedMoE, place_experts, spawn_tensor_parallel
 from punica.parallel.moe import expert_map_of
 from punica.wrapper import PunicaWrapperGPU
+from tests.ops.helpers import write_slot
 from tests.parallel.thread_ranks import on_threads
 
 close = torch.testing.assert_close

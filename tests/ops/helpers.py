@@ -15,6 +15,7 @@ from punica.capture import capture
 from punica.metadata import LoRABatch, RowGroups
 from punica.ops.interface import ALONE, Beside, Ops
 from punica.ops.scales import PLAIN, Scheme
+from punica.ops.slot_image import HEADER, image_matrices
 from punica.ops.torch_ops import TorchOps
 from punica.ops.weights import LoRAWeights, Stack
 
@@ -61,6 +62,18 @@ def products(
             else:
                 out[row, :live] = scaling * (weight[:live] @ x[row])
     return out
+
+
+def write_slot(image: Tensor, slots: Sequence[Tensor], ranks: Sequence[Tensor], index: int) -> None:
+    """Write an image (`punica.ops.slot_image`) matrix by matrix: the meaning of the kernel of that name."""
+    live = image[: len(slots) * HEADER * 8].view(torch.int64).view(-1, HEADER)[:, 3].tolist()
+    matrices = image_matrices(image, len(slots), slots[0].dtype)
+    for matrix, stacked, rank_of_slot, rank in zip(matrices, slots, ranks, live, strict=True):
+        target = stacked[index].view(-1, stacked.shape[-1])
+        target.zero_()
+        if matrix is not None:
+            target[: matrix.shape[0], : matrix.shape[1]] = matrix
+        rank_of_slot[index] = rank
 
 
 def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

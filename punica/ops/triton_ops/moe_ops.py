@@ -90,12 +90,9 @@ def _form(value: Any) -> Any:
 
 def index_tensors(given: Experts) -> tuple[Tensor, ...]:
     """sorted ids, experts, counts, mapping, enabled, slot ids, ranks; unused ones are filled with the mapping."""
-    mapping = given.mapping
-    ids = mapping if given.sorted_ids is None else given.sorted_ids
-    counts = mapping if given.counts is None else given.counts
-    listed = mapping if given.lora_ids is None else given.lora_ids
-    ranks = mapping if given.lora_ranks is None else given.lora_ranks
-    return ids, given.expert_ids, counts, mapping, given.enabled, listed, ranks
+    pairs = given.sorted_ids, given.expert_ids, given.counts, given.mapping
+    of_slots = given.enabled, given.lora_ids, given.lora_ranks
+    return tuple([given.mapping if one is None else one for one in (*pairs, *of_slots)])
 
 
 def stored(given: Experts) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:

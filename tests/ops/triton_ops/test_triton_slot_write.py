@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from punica.ops import slot_image
 from punica.ops.slot_image import image_matrices, pack_image
 from punica.ops.triton_ops.slot_write import BLOCK_BYTES, PROGRAMS, SlotTable, write_slot
+from tests.ops import helpers
 
 BLOCK = BLOCK_BYTES // 4  # elements of float32; half a tile of the narrower types
 
@@ -36,7 +36,7 @@ def by_kernel(image, slots, ranks, index):
     write_slot(image.pin_memory() if device.type == "cuda" else image, SlotTable(slots, ranks), index)
 
 
-@pytest.mark.parametrize("write", [slot_image.write_slot, by_kernel], ids=["torch", "kernel"])
+@pytest.mark.parametrize("write", [helpers.write_slot, by_kernel], ids=["torch", "kernel"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("index", [0, 1, 2])
