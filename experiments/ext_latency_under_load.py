@@ -133,9 +133,7 @@ class LatencyUnderLoad(Experiment):
         from experiments.systems.loaded import LoadBench
         from experiments.systems.weights import Limits
 
-        engine = cfg.engine
-        max_len = cast(LoadConf, cfg.figure).max_len
-        limits = Limits(engine.max_batch_size, max_len, engine.block_size, engine.num_blocks)
+        limits = Limits(cfg.engine.max_batch_size, cast(LoadConf, cfg.figure).max_len)
         key = (cfg.model.name, cfg.adapters.ranks[0], limits, cfg.hardware.device)
         return self.kept(key, lambda: LoadBench(cfg, limits))
 
@@ -152,12 +150,11 @@ def bound(readings: list[Reading]) -> list[Reading]:
 
 def settings_of(cfg: Config) -> dict[str, Any]:
     """Return what decides the numbers of requests by the clock beside the columns of a point."""
-    figure, engine, adapters = cast(ArrivalsConf, cfg.figure), cfg.engine, cfg.adapters
+    figure, adapters = cast(ArrivalsConf, cfg.figure), cfg.adapters
     return {
         "model": model_settings(cfg.model),
         "stream": [figure.lengths, figure.requests, figure.max_len],
         "seconds": [figure.warm, figure.seconds, figure.drain, figure.least, figure.longest],
-        "engine": [engine.block_size, engine.num_blocks],
         "adapters": [adapters.alpha, adapters.seed],
         "check": [figure.check_requests, figure.check_tokens],
     }

@@ -57,7 +57,7 @@ class ManyAdapters(Experiment):
     """Throughput, hits and waits by number of adapters (the panels), popularity and rule of admission."""
 
     name, figure, order, conf = "ext_many_adapters", "ext many adapters", 290, ManyConf
-    reads = ("model", "workload", "engine.block_size", "adapters.ranks", "adapters.alpha", "adapters.seed")
+    reads = ("model", "workload", "adapters.ranks", "adapters.alpha", "adapters.seed")
     clock, drawn_by = "host_clock", "load.draw_many"
 
     def points(self, cfg: Config) -> list[Point]:
@@ -89,7 +89,7 @@ class ManyAdapters(Experiment):
         from punica.parallel.memory import free_bytes
 
         figure, rank = cast(ManyConf, cfg.figure), cfg.adapters.ranks[0]
-        limits = Limits(figure.batch_size, figure.max_len, cfg.engine.block_size)
+        limits = Limits(figure.batch_size, figure.max_len)
 
         def build() -> LoadBench:
             size = cfg.model.lora_parameters(rank) * cfg.model.dtype.bytes

@@ -42,7 +42,7 @@ class MoEConf(FigureConf):
 
 
 class MixtureOfExperts(Experiment):
-    """Latencies and throughput of each system per model (the panels), popularity and batch."""
+    """Latencies of each system per model (the panels), popularity and batch."""
 
     name, figure, order, conf = "ext_moe", "ext moe", 260, MoEConf
     reads = ("workload", "adapters.ranks", "adapters.slots", *PROTOCOL)
@@ -81,7 +81,7 @@ class MixtureOfExperts(Experiment):
             engine = self.kept((ENGINE, sizes), lambda: engine_of(sizes, device))
             adapters = {ENGINE: tuple(slot + 1 for slot in rows), BACKBONE_ENGINE: (0,) * batch}
             seconds = decode_seconds(engine, adapters, figure.context, protocol(cfg))
-            return [_steps(batch, seconds[point.system]) for point in points]
+            return [sampled("step_latency", [1e3 * one for one in seconds[point.system]], "ms") for point in points]
         slots, needed = settings["slots"], len(set(rows))
         if needed > slots:
             raise ValueError(f"figure.slots or adapters.slots is {slots}, {first.workload} has {needed} adapters in "
@@ -99,11 +99,6 @@ def panel_of(model: str, fp8: str | None, slots: int | None = None) -> str:
 
 def _readings(system: str, samples: Sequence[float]) -> list[Reading]:
     return sampled("layer_latency" if system in LAYER else "latency", samples, "us")
-
-
-def _steps(batch: int, seconds: Sequence[float]) -> list[Reading]:
-    latency = sampled("step_latency", [1e3 * one for one in seconds], "ms")
-    return [*latency, *sampled("engine_throughput", [batch / one for one in seconds], "token/s")]
 
 
 EXPERIMENT = main(MixtureOfExperts, __name__)

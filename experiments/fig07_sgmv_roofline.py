@@ -3,8 +3,8 @@ arithmetic intensity does not depend on the batch, and FLOP/s rise with it throu
 intensity and FLOP/s climb with the batch; Uniform and Skewed are between. Expected shape: Distinct moves straight up,
 Identical up and to the right. Timed: one expand launch, y += v B^T, after a check against the reference; the segment
 plan is built before, as once per step in a server. All popularities of a batch run interleaved. The roof is measured,
-and on a known GPU also its data sheet's. Intensity counts the bytes of the dtype that ran, and, for the paper's own
-scale, two. Cost at scale=laptop: about half a minute on two cores, 0.2 GB.
+and on a known GPU also its data sheet's. Intensity counts the bytes of the dtype that ran. Cost at scale=laptop: about
+half a minute on two cores, 0.2 GB.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class Fig07(OperatorExperiment):
         adapters = popularity(point.workload).number_of_adapters(rows)
         flop = roofline.sgmv_flop(rows, rank, figure.h2)
         io_bytes = roofline.sgmv_io_bytes(rows, adapters, rank, figure.h2, figure.dtype.bytes)
-        intensity = roofline.sgmv_intensity(rows, adapters, rank, figure.h2)
         rates = sampled("achieved_flops", [flop / us * 1e6 for us in samples], "FLOP/s")
         return [
             *sampled("latency", samples, "us"),
@@ -65,7 +64,6 @@ class Fig07(OperatorExperiment):
             Reading("flop", flop, "FLOP"),
             Reading("io_bytes", io_bytes, "byte"),
             Reading("arithmetic_intensity", flop / io_bytes, "FLOP/byte"),
-            Reading("arithmetic_intensity_2byte", intensity, "FLOP/byte"),
             Reading("num_lora_models", adapters, "models"),
         ]
 

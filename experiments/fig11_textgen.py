@@ -69,7 +69,7 @@ class Fig11(Experiment):
 
     def point(self, cfg: Config, system: str, workload: str, rank: int) -> Point:
         """Build a point of the model's panel; other streams and whole ones are other panels."""
-        figure, scale, engine, facts = cast(TextgenConf, cfg.figure), cfg.scale, cfg.engine, SYSTEMS.get(system)
+        figure, scale, facts = cast(TextgenConf, cfg.figure), cfg.scale, SYSTEMS.get(system)
         stream = (STATED_LENGTHS if figure.lengths == "stated" else "") + (
             f", whole stream, {scale.requests} requests" if figure.whole_stream else ""
         )
@@ -79,13 +79,12 @@ class Fig11(Experiment):
             "model": model_settings(cfg.model),
             "stream": {"lengths": figure.lengths, "requests": scale.requests, "max_len": scale.max_len},
             "windows": {"pieces": figure.pieces, "steps": figure.slow_steps if facts.slow else figure.steps},
-            "engine": {"block_size": engine.block_size, "num_blocks": engine.num_blocks},
             "adapters": {"alpha": cfg.adapters.alpha, "seed": cfg.adapters.seed},
             "check": [figure.check_requests, figure.check_tokens, figure.whole_requests, figure.whole_tokens],
             **({"trace": trace.digest} if trace else {}),
         }
         panel, used = f"{cfg.model.paper_name} Model{stream}", rank if facts.lora else None
-        return Point(panel, system, workload, cfg.model.name, engine.max_batch_size, None, used, settings)
+        return Point(panel, system, workload, cfg.model.name, cfg.engine.max_batch_size, None, used, settings)
 
     def together(self, points: Sequence[Point]) -> Iterable[list[Point]]:
         """Take each alone, rank by rank (systems without LoRA with the first), in an order that is random but fixed."""
@@ -120,25 +119,18 @@ def sizes_of(cfg: Config) -> tuple[Limits, StreamConf]:
     from experiments.systems.bench import WHOLE_DRAWS, StreamConf
     from experiments.systems.weights import Limits
 
-    figure, scale, engine = cast(TextgenConf, cfg.figure), cfg.scale, cfg.engine
+    figure, scale = cast(TextgenConf, cfg.figure), cfg.scale
     windows = (WHOLE_DRAWS if figure.whole_stream else scale.passes, figure.pieces, figure.steps, figure.slow_steps)
-    limits = Limits(engine.max_batch_size, scale.max_len, engine.block_size, engine.num_blocks)
+    limits = Limits(cfg.engine.max_batch_size, scale.max_len)
     trace = cfg.workload.trace(scale.requests) if TRACE in cfg.workload.names else None
     return limits, StreamConf(figure.lengths, scale.requests, scale.max_len, *windows, trace)
 
 
 def check_sizes(cfg: Config) -> None:
-    """Raise `ConfigError` for a stream beyond the model or the KV pool, and a whole stream that is to be drawn."""
-    scale, engine, figure = cfg.scale, cfg.engine, cast(TextgenConf, cfg.figure)
-    if figure.whole_stream and cfg.draw:
+    """Raise `ConfigError` for a stream beyond the model, and a whole stream that is to be drawn."""
+    if cast(TextgenConf, cfg.figure).whole_stream and cfg.draw:
         raise ConfigError("figure.whole_stream=true compares numbers and has nothing to draw: choose draw=false")
-    check_length(cfg, "scale.max_len", scale.max_len)
-    needed = -(-scale.max_len // engine.block_size)
-    if engine.num_blocks is not None and engine.num_blocks < needed:
-        raise ConfigError(
-            f"engine.num_blocks={engine.num_blocks} cannot hold one request of scale.max_len={scale.max_len} tokens: "
-            f"choose engine.num_blocks={needed} or more, or null"
-        )
+    check_length(cfg, "scale.max_len", cfg.scale.max_len)
 
 
 def check_length(cfg: Config, key: str, max_len: int) -> None:

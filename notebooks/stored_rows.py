@@ -16,9 +16,11 @@ from IPython.display import Markdown
 
 from experiments.claims import judge
 from experiments.claims.judge import total
+from experiments.harness.counted import counted, frame_of
 from experiments.harness.experiment import Experiment
+from experiments.measure.records import read_rows
 from experiments.plots.draw import draw
-from experiments.plots.frames import centre, distinct, measured, measured_frame, paper_frame, rows_of_repeats
+from experiments.plots.frames import centre, distinct, measured, measured_frame, paper_frame
 from experiments.report.machines import read_folder, rows_files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +65,7 @@ class StoredRows:
         """``table_of(measured rows, the paper's rows)`` of a figure; a line instead when it has no rows."""
         if not self.has(experiment):
             return Markdown(f"*No rows of Figure {experiment.figure} yet, see there.*")
-        rows = measured_frame(rows_of_repeats(self._file(experiment)))
+        rows = self._rows(experiment)
         return as_markdown(table_of(rows, paper_frame(self.root / "paper_results", experiment.figure)))
 
     def verdicts(self, figures: Sequence[str]) -> Markdown:
@@ -82,11 +84,14 @@ class StoredRows:
         ]
         return Markdown(f"{total(chosen)}.\n\n{as_markdown(pd.DataFrame(lines)).data}")
 
+    def _rows(self, experiment: Experiment) -> pd.DataFrame:
+        return measured_frame(counted(frame_of(read_rows(self._file(experiment)))))
+
     def _file(self, experiment: Experiment) -> Path:
         return self.folder / f"{experiment.name}.csv"
 
     def _source(self, experiment: Experiment) -> Markdown:
-        rows = measured_frame(rows_of_repeats(self._file(experiment)))
+        rows = self._rows(experiment)
         kind = "recorded" if self.recorded else "fresh"
         commits = ", ".join(sorted(set(rows["commit"]) - {""})) or "not known"
         first, last = min(rows["date"])[:10], max(rows["date"])[:10]

@@ -116,10 +116,6 @@ class EngineSteps:
     def on_gpu(self) -> bool:
         return self.engine.runner.model.lm_head.weight.is_cuda
 
-    @property
-    def is_ahead(self) -> bool:
-        return self.engine.is_ahead
-
     def wait(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()
@@ -138,7 +134,7 @@ class EngineSteps:
         if ahead:
             self.engine.step()
             self._ended = time.perf_counter()
-        started = self._ended if self.is_ahead else time.perf_counter()
+        started = self._ended if self.engine.is_ahead else time.perf_counter()
         output = self.engine.step()
         self._ended = time.perf_counter()
         seconds = self._ended - started

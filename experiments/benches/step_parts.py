@@ -149,7 +149,7 @@ def _profile(bench: EngineSteps, count: int, case: Case, each: int) -> None:
     steps: list[TimedStep] = []
     watched_kernels(lambda: None)  # the first profile of a process takes a second
     bench.wait()
-    ahead, spent = bench.is_ahead, 0.0
+    ahead, spent = bench.engine.is_ahead, 0.0
 
     def work() -> None:
         nonlocal spent

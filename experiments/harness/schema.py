@@ -142,11 +142,9 @@ class AdaptersConf(Settings):
 
 
 class EngineConf(Settings):
-    """Limits of the serving engine (figures 11 to 13)."""
+    """Limits of the serving engine (Figures 11 and 12, and under load)."""
 
     max_batch_size: Count = 32
-    block_size: Count = 16
-    num_blocks: Count | None = None  # null: enough for max_batch_size requests of scale.max_len tokens
 
 
 class TimerConf(Settings):

@@ -6,8 +6,8 @@ import pandas as pd
 
 from experiments.facts.paper import FIGURE_FILES, read_figure
 from experiments.facts.systems import MODELS, STAND_INS, SYSTEMS
-from experiments.harness.counted import counted, frame_of, gives_way, merged
-from experiments.measure.records import COLUMNS, TIMERS, read_rows
+from experiments.harness.counted import counted, gives_way, merged
+from experiments.measure.records import COLUMNS, TIMERS
 from experiments.workload.popularity import WORKLOADS
 
 SIZES = ["", *(ours for ours, _ in MODELS.values())]
@@ -17,11 +17,6 @@ SIZES = ["", *(ours for ours, _ in MODELS.values())]
 def distinct(rows: pd.DataFrame, column: str) -> list[str]:
     """The different texts of a column, sorted, without the empty one."""
     return sorted(set(rows[column].drop_duplicates().dropna().astype(str)) - {""})
-
-
-def rows_of_repeats(path: Path) -> pd.DataFrame:
-    """Read the repeats in the file `path`, and which count (`counted`)."""
-    return counted(frame_of(read_rows(path)))
 
 
 def frame_of_clocks(rows: pd.DataFrame) -> pd.DataFrame:
@@ -34,7 +29,7 @@ def frame_of_clocks(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def measured_frame(rows: pd.DataFrame) -> pd.DataFrame:
-    """`rows`, those of `rows_of_repeats`, in the order of `in_order`, repeats made one."""
+    """`counted` rows in the order of `in_order`, repeats made one."""
     return in_order(merged(rows))
 
 

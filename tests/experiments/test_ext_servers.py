@@ -25,11 +25,12 @@ from tiny import TINY
 
 from experiments.ext_servers import EXPERIMENT as SERVERS
 from experiments.harness.command import INTERRUPTED, with_options
+from experiments.harness.counted import counted, frame_of
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.resume import run
 from experiments.harness.schema import REPOSITORY, ConfigError, DType, Settings
 from experiments.measure.records import read_rows
-from experiments.plots.frames import measured_frame, rows_of_repeats
+from experiments.plots.frames import measured_frame
 from experiments.plots.serving import draw_servers
 from experiments.servers import bench as bench_module
 from experiments.servers import client as client_module
@@ -282,7 +283,7 @@ def test_engines_do_the_same_work_and_rows_name_versions_and_settings(tmp_path, 
     limits = "max_num_seqs", "max_loras", "max_cpu_loras", "enable_prefix_caching", "specialize_active_lora"
     assert {tuple(one[name] for name in limits) for one in told} == {(3, 3, 4, False, True)}
     assert run(cfg, SERVERS).measured == 0
-    figure = draw_servers(measured_frame(rows_of_repeats(Path(outcome.rows_file))), pd.DataFrame())
+    figure = draw_servers(measured_frame(counted(frame_of(read_rows(Path(outcome.rows_file))))), pd.DataFrame())
     assert [len(axis.patches) for axis in figure.axes] == [12, 12, 12], "four systems of three cases"
 
 

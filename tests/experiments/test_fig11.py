@@ -24,7 +24,6 @@ def test_every_workload_has_all_systems(tmp_path):
     ("override", "message"),
     [
         ("scale.max_len=3", r"scale.max_len=3 must lie in \[4, 4096\]"),
-        ("engine.num_blocks=1", "engine.num_blocks=1 cannot hold one request.*num_blocks=2 or more"),
         ("system.names=[vllm]", "'vllm'.*continuous_batching"),
         ("figure.lengths=sharegpt", "figure.lengths=sharegpt must be 'released' or 'stated'"),
         ("figure.whole_stream=true draw=true", "nothing to draw: choose draw=false"),
