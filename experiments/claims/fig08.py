@@ -18,7 +18,7 @@ from experiments.claims.rows import (
     smallest_step,
 )
 from experiments.facts.systems import SECONDS
-from experiments.measure.roofline import sgmv_flop, sgmv_intensity
+from experiments.measure.roofline import sgmv_intensity
 from experiments.workload.popularity import PAPER_WORKLOADS, popularity
 
 README, BACKBONE = "README", "backbone X@W"
@@ -33,14 +33,7 @@ def _latency(rows: Rows, system: str, workload: str) -> pd.Series:
 
 
 def _flops(rows: Rows, workload: str) -> pd.Series:
-    """Return achieved FLOP/s by batch size: the row itself, or from its latency."""
-    frame = pick(rows.figure("7"), system="SGMV", workload=workload, rank=H_IN)
-    try:
-        return curve(frame, "achieved_flops")
-    except NotMeasured:
-        latency = curve(frame, "latency")
-        unit = SECONDS[frame.loc[frame["metric"] == "latency", "unit"].iloc[0]]
-        return [sgmv_flop(int(size), H_IN, H_OUT) for size in latency.index] / (latency * unit)
+    return curve(rows.figure("7"), "achieved_flops", system="SGMV", workload=workload, rank=H_IN)
 
 
 @claim("C05")

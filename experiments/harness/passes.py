@@ -87,12 +87,12 @@ class Passes:
         for group in groups:
             self.progress.set_postfix_str(group[0].label(), refresh=True)
             if may_give_way and self.outcome.measured and not self.budget.fits(_key(group), slack=SLACK):
-                self._leave_out(group)
+                self.outcome.left_out += len(group)  # rows of earlier runs stay, with their marks
             elif group[0].label() not in self._wrong:
                 if self._measure(group):
                     self.outcome.measured += len(group)
                 elif group[0].label() not in self._wrong:
-                    self._leave_out(group)
+                    self.outcome.left_out += len(group)
             self._left -= len(group)
             self.progress.update(len(group))
 
@@ -145,10 +145,6 @@ class Passes:
 
     def _marked(self, passes: Iterable[list[Group]]) -> list[Group]:
         return [group for groups in passes for group in groups if self._noise_of(group) is not None]
-
-    def _leave_out(self, group: Group) -> None:
-        """Count `group` as left out for want of time; rows of earlier runs stay, with their marks."""
-        self.outcome.left_out += len(group)
 
     def _in_time(self, group: Group) -> Config:
         """The configuration of `group`'s clock with no more seconds per point than time allows, where they are read."""
