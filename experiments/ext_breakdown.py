@@ -49,9 +49,8 @@ SWITCHES: dict[str, dict[str, bool]] = {
 
 
 class BreakdownConf(FigureConf):
-    """Requests of a step, cached tokens of those that decode, tokens of a prompt."""
+    """Cached tokens of requests that decode, and tokens of a prompt."""
 
-    batch_size: Count | None = None  # null: the largest of scale.model_batch_sizes
     contexts: Counts
     prompt: Count
 
@@ -65,7 +64,7 @@ class Breakdown(Experiment):
 
     def points(self, cfg: Config) -> list[Point]:
         figure, settings = cast(BreakdownConf, cfg.figure), {"model": model_settings(cfg.model)}
-        batch = self._batch(cfg)
+        batch = max(cfg.scale.model_batch_sizes)
         kinds = [(DECODE, batch, context) for context in figure.contexts]
         kinds += [(PREFILL, 1, figure.prompt), (MIXED, batch, figure.prompt)]
         return [
@@ -78,9 +77,6 @@ class Breakdown(Experiment):
             for workload in (NONE, *cfg.workload.names)
         ]
 
-    def _batch(self, cfg: Config) -> int:
-        return cast(BreakdownConf, cfg.figure).batch_size or max(cfg.scale.model_batch_sizes)
-
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
         from experiments.benches.operators import protocol
         from experiments.benches.step_parts import measured
@@ -90,8 +86,8 @@ class Breakdown(Experiment):
         return [_readings(cfg, point, cases) for point in points]
 
     def _bench(self, cfg: Config, system: str, rank: int) -> EngineSteps:
-        figure = cast(BreakdownConf, cfg.figure)
-        make = partial(checked_bench, cfg, rank, self._batch(cfg), max(*figure.contexts, figure.prompt))
+        figure, batch = cast(BreakdownConf, cfg.figure), max(cfg.scale.model_batch_sizes)
+        make = partial(checked_bench, cfg, rank, batch, max(*figure.contexts, figure.prompt))
         return self.kept((cfg.model.name, system, rank), partial(make, **SWITCHES[system]))
 
 

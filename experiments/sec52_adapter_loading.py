@@ -44,7 +44,6 @@ class LoadingConf(FigureConf):
     """Decode steps of panel `overlap`."""
 
     overlap_rank: Count = 16
-    batch_size: Count | None = None  # null: the largest of scale.model_batch_sizes
     seq_len: Count
 
 
@@ -72,7 +71,7 @@ class AdapterLoading(Experiment):
             Point(panel, system, model=cfg.model.name, rank=rank, settings=settings)
             for panel, rank, system in product(ALONE, cfg.adapters.ranks, systems)
         ]
-        rows = figure.batch_size or max(cfg.scale.model_batch_sizes)
+        rows = max(cfg.scale.model_batch_sizes)
         return alone + [
             Point(OVERLAP, system, workload, cfg.model.name, rows, figure.seq_len, figure.overlap_rank, settings)
             for workload, system in product(cfg.workload.names, systems)

@@ -21,11 +21,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from statistics import median
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
+
+from pydantic import PositiveFloat
 
 from experiments.harness import PROTOCOL, Config, ConfigError, Experiment, FigureConf, main
 from experiments.harness.points import Point, Reading, model_settings, sampled
-from experiments.harness.schema import Count, Counts
+from experiments.harness.schema import Counts
 from experiments.measure import environment
 
 if TYPE_CHECKING:
@@ -36,11 +38,10 @@ LATENCY = "migration_latency"
 
 
 class MigrationConf(FigureConf):
-    """Contexts, the batch beside, and links that are computed."""
+    """Contexts, and links that are computed."""
 
     contexts: Counts
-    batch_size: Count | None = None  # of the decode steps beside; null: the largest of scale.model_batch_sizes
-    links_gb_s: dict[str, float]
+    links_gb_s: dict[str, PositiveFloat]
 
 
 class MigrationExperiment(Experiment):
@@ -56,12 +57,10 @@ class MigrationExperiment(Experiment):
             here = [name for name in here if name != PEER_COPY]
         if not any(name in here for name in cfg.system.names):
             raise ConfigError(f"system={PEER_COPY} needs two GPUs: choose system=all or one of {', '.join(here)}")
-        if any(bandwidth <= 0 for bandwidth in figure.links_gb_s.values()):
-            raise ConfigError(f"figure.links_gb_s={figure.links_gb_s} must be positive: GB/s in one direction")
         settings = {"model": model_settings(cfg.model), "links": dict(figure.links_gb_s)}
-        fixed: dict[str, Any] = {"model": cfg.model.name, "batch_size": _batch(cfg), "settings": settings}
+        batch = max(cfg.scale.model_batch_sizes)
         return [
-            Point("", system, seq_len=context, rank=rank, **fixed)
+            Point("", system, "", cfg.model.name, batch, context, rank, settings)
             for rank, context, system in product(cfg.adapters.ranks, figure.contexts, cfg.system.names)
             if system in here
         ]
@@ -82,12 +81,8 @@ class MigrationExperiment(Experiment):
         from experiments.benches.migration import Migration
 
         longest = max(cast(MigrationConf, cfg.figure).contexts)
-        key = (cfg.model.name, rank)
-        return self.kept(key, lambda: Migration(cfg.model, rank, _batch(cfg), longest, cfg.hardware.device))
-
-
-def _batch(cfg: Config) -> int:
-    return cast(MigrationConf, cfg.figure).batch_size or max(cfg.scale.model_batch_sizes)
+        batch, device = max(cfg.scale.model_batch_sizes), cfg.hardware.device
+        return self.kept((cfg.model.name, rank), lambda: Migration(cfg.model, rank, batch, longest, device))
 
 
 def _readings(system: str, moves: Moves) -> list[Reading]:

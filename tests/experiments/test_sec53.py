@@ -34,7 +34,7 @@ def test_one_gpu_has_no_peer_and_a_link_needs_a_bandwidth(tmp_path, monkeypatch)
     monkeypatch.setattr(environment, "gpu_query", lambda *_: [{"index": "0"}])
     with pytest.raises(ConfigError, match="system=copy_peer needs two GPUs"):
         systems(tmp_path, "hardware=h200", "system=copy_peer")
-    with pytest.raises(ConfigError, match=r"links_gb_s.*must be positive"):
+    with pytest.raises(ConfigError, match=r"links_gb_s.ethernet 25G=0.0 must be greater than 0"):
         systems(tmp_path, "figure.links_gb_s={ethernet 25G: 0.0}")
 
 
