@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def load_pretrained(
         if max_model_len is None:
             length = min(length, blocks * config.block_size)
         config = EngineConfig(**{**sizes, "max_model_len": length, "num_blocks": blocks})
-    return model, lora_config, config, tokenizer, clamped(defaults, config.max_model_len)
+    return model, lora_config, config, tokenizer, defaults
 
 
 def fit_lora_config(adapters: Sequence[LoRARequest], sizes: EngineConfig, fields: dict[str, Any]) -> LoRAConfig | None:
@@ -123,18 +123,6 @@ def read_generation_defaults(
         )
     _warn_of_unserved(values, path, has_tokenizer)
     return defaults
-
-
-def clamped(defaults: GenerationDefaults, max_model_len: int) -> GenerationDefaults:
-    params, most = defaults.params, max_model_len - 1  # beside one token of prompt
-    if params.max_new_tokens <= most:
-        return defaults
-    warnings.warn(
-        f"max_new_tokens of {GENERATION_FILE} is {params.max_new_tokens}, max_model_len is {max_model_len}; requests "
-        "without params end there, raise max_model_len for longer ones",
-        stacklevel=2,
-    )
-    return replace(defaults, params=replace(params, max_new_tokens=most, min_tokens=min(params.min_tokens, most)))
 
 
 def _sampling_fields(values: dict[str, Any], has_tokenizer: bool) -> dict[str, Any]:

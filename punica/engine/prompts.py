@@ -1,11 +1,11 @@
-"""Forms of prompts, and the chat template and tokenizer that an adapter's folder may hold beside its weights.
+"""Forms of prompts, and the chat template that an adapter's folder may hold beside its weights.
 
 A prompt is a text, a chat, token ids, or one of vLLM's mappings ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``.
 
 Training tools save a template and a tokenizer in an adapter's folder. Chats are rendered by the base model's template,
 unless the operator trusts those of the folders: then theirs is used, with the special tokens that its tokenizer's
-configuration names, and the end token ends the answer. Prompts are encoded by the base model's tokenizer. What is not
-used is warned of once.
+configuration names, and the end token ends the answer. A template that is not used is warned of once. Prompts are
+encoded by the base model's tokenizer.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 
 from punica.checks import clip
 
-_TEMPLATE, _CONFIG, _TOKENIZERS = "chat_template.jinja", "tokenizer_config.json", ("tokenizer.json", "tokenizer.model")
+_TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _MOST_BYTES, _MOST_TEMPLATE_BYTES = 64 << 20, 1 << 20
 _TEXT, _IDS = "prompt", "prompt_token_ids"
 
@@ -107,10 +107,10 @@ def _text(name: str, part: Any) -> str:
 
 
 class AdapterText:
-    """Texts of adapter folders beside the base model's ``tokenizer``; ``trusted``: their templates are used."""
+    """Chat templates in adapter folders; ``trusted``: they are used."""
 
-    def __init__(self, tokenizer: Any, trusted: bool) -> None:
-        self._home, self._trusted = Path(getattr(tokenizer, "name_or_path", "") or "."), trusted
+    def __init__(self, trusted: bool) -> None:
+        self._trusted = trusted
         self._checked: set[tuple[str, int, int]] = set()
 
     def template_of(self, folder: str | None) -> tuple[str, dict[str, str]] | None:
@@ -136,19 +136,6 @@ class AdapterText:
         configured, special = (None, {}) if content is None else _configured(content)
         text = configured if template is None else template.decode("utf-8", errors="replace")
         return None if text is None else (text, special)
-
-    def check_tokenizer(self, folder: str) -> None:
-        for name in _TOKENIZERS:
-            path = Path(folder, name)
-            if not self._is_new(path):
-                continue
-            own, base = _read(path), _read(self._home / name)
-            if own is not None and base is not None and own != base and _vocabulary(own) != _vocabulary(base):
-                warnings.warn(
-                    f"adapter folder {clip(folder)} has a tokenizer of its own, {name}, with another vocabulary than "
-                    "the base model's; prompts of this adapter are encoded by the base model's",
-                    stacklevel=2,
-                )
 
     def _is_new(self, path: Path) -> bool:
         """Tell once of each version of a file that it is there."""
@@ -187,12 +174,3 @@ def _configured(content: bytes) -> tuple[str | None, dict[str, str]]:
     template = found if isinstance(found, str) and len(found) <= _MOST_TEMPLATE_BYTES else None
     tokens = {name: one.get("content") if isinstance(one, dict) else one for name, one in values.items()}
     return template, {name: one for name, one in tokens.items() if name.endswith("_token") and isinstance(one, str)}
-
-
-def _vocabulary(content: bytes) -> Any:
-    """Return the part of a ``tokenizer.json`` that decides ids; all of any other file."""
-    try:
-        values = json.loads(content)
-        return values["model"], values.get("added_tokens")
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return content

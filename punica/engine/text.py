@@ -38,7 +38,7 @@ class TextCodec:
     def __init__(self, tokenizer: Any, adapter_templates: bool = False) -> None:
         self.tokenizer, self.adapter_templates = tokenizer, adapter_templates
         self._lock = threading.Lock()  # encoding sets options of the tokenizer
-        self._adapters = AdapterText(tokenizer, adapter_templates)
+        self._adapters = AdapterText(adapter_templates)
         own, plain = type(tokenizer), PreTrainedTokenizerFast
         is_plain = all(getattr(own, name, None) is getattr(plain, name) for name in ("decode", "_decode"))
         self._fast = tokenizer.backend_tokenizer if is_plain else None  # half the time of its wrapper, once per token
@@ -58,8 +58,6 @@ class TextCodec:
 
         ValueError: a lone surrogate; messages that are none; no chat template, or it refuses the messages.
         """
-        if adapter_folder is not None:
-            self._adapters.check_tokenizer(adapter_folder)
         text = prompt if isinstance(prompt, str) else self._rendered(prompt, adapter_folder, arguments or {})
         check_encodable("the prompt", text)
         with self._lock:

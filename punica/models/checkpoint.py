@@ -25,21 +25,11 @@ from punica.progress import shown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-UNQUANTISED = "serve the unquantised checkpoint that it was made from, or write one with transformers: " \
-    "model.dequantize(), then model.save_pretrained(folder)"  # fmt: skip
-"""Remedy for a quantised checkpoint."""
 _PREFIX = "model."
 _BACKBONE = ("embed_tokens.", "layers.", "norm.")
 _OTHER_HEADS = ("v_head.", "value_head.", "score.")
 NO_WEIGHTS = ("rotary_emb.inv_freq",)
 """Ends of the names of tensors that older checkpoints hold beside their weights."""
-_QUANTISED = {
-    "GPTQ or AWQ": (".qweight", ".qzeros", ".g_idx"),
-    "bitsandbytes (bnb)": (".absmax", ".quant_map", ".SCB", "__nf4", "__fp4"),
-    "FP8": (".weight_scale", ".weight_scale_inv", ".input_scale"),
-    "compressed-tensors": (".weight_packed",),
-}
-"""Ways to quantise, by how names of their tensors end."""
 
 
 @dataclass(frozen=True)
@@ -97,15 +87,13 @@ def _of_backbone(found: Mapping[str, StoredTensor], folder: str | Path) -> dict[
 
 
 def _check_numbers(found: Mapping[str, StoredTensor], folder: str | Path) -> None:
-    where = f"checkpoint in {str(folder)!r}"
-    for kind, suffixes in _QUANTISED.items():
-        signs = [name for name in sorted(found) if name.endswith(suffixes)]
-        if signs:
-            raise ValueError(f"{where} is quantised by {kind}, as its tensor {signs[0]} tells; {UNQUANTISED}")
     for name, one in sorted(found.items()):
         if one.dtype not in FLOATS and not name.startswith(_OTHER_HEADS):
-            without = " without scales" if one.dtype.startswith("F8") else ""
-            raise ValueError(f"{where} stores {name} as {one.dtype}{without}, not {', '.join(FLOATS)}; {UNQUANTISED}")
+            raise ValueError(
+                f"checkpoint in {str(folder)!r} stores {name} as {one.dtype}, as quantised weights are, not as "
+                f"{', '.join(FLOATS)}; serve the unquantised checkpoint that it was made from, or write one with "
+                "transformers: model.dequantize(), then model.save_pretrained(folder)"
+            )
 
 
 def _files(folder: Path) -> list[Path]:

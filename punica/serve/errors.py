@@ -65,27 +65,15 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
             text = f"the body is {_KINDS.get(type(first['input']), 'no object')}, must be a JSON object"
         return ApiError(400, text)
     param = _place(first["loc"][1:2])
-    same = _of_nearest_forms([error for error in errors if _place(error["loc"][1:2]) == param])
-    reasons = dict.fromkeys(f"{_place(error['loc'][1:]) or 'body'}: {error['msg']}" for error in same)
+    same = [error for error in errors if _place(error["loc"][1:2]) == param]
+    depth = max(len(error["loc"]) for error in same)  # of forms that a value may have, the nearest
+    deepest = [error for error in same if len(error["loc"]) == depth]
+    reasons = dict.fromkeys(f"{_place(error['loc'][1:]) or 'body'}: {error['msg']}" for error in deepest)
     return ApiError(400, clip("; ".join(list(reasons)[:_MOST_REASONS]))[1:-1], param or None)
 
 
-def _of_nearest_forms(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Leave out the errors of forms that a value was not meant to have: another form fits it to a greater depth."""
-    deepest: dict[tuple[str | int, ...], int] = {}
-    for error in errors:
-        for value in _places_of_forms(error["loc"]):
-            deepest[value] = max(deepest.get(value, 0), len(error["loc"]))
-    return [one for one in errors if all(len(one["loc"]) == deepest[value] for value in _places_of_forms(one["loc"]))]
-
-
-def _places_of_forms(path: tuple[str | int, ...]) -> list[tuple[str | int, ...]]:
-    """Return the places of the values in a path that have one of several forms."""
-    return [path[:place] for place, step in enumerate(path) if isinstance(step, str) and _FORM.fullmatch(step)]
-
-
 def _place(path: Sequence[str | int]) -> str:
-    """Return ``messages[0].content[1]`` of ``("messages", 0, "content", "list[TextPart]", 1)``."""
+    """Return ``messages[0].content[1]`` of ``("messages", 0, "content", "list[dict]", 1)``."""
     steps = [step for step in path if isinstance(step, int) or not _FORM.fullmatch(step)]
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     return text.removeprefix(".")

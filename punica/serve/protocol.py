@@ -122,29 +122,21 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class TextPart(BaseModel):
-    """Part of a message's content; only text is served. Further fields are the client's own, and change nothing."""
-
-    model_config = ConfigDict(strict=True)
-
-    type: Literal["text"]
-    text: str
-
-
 class Message(BaseModel):
-    """Message of a chat. ``content`` may be null where it is the assistant's. ``name``: of the speaker."""
+    """Message of a chat. ``content`` may be null where it is the assistant's; its parts `messages_of` checks. ``name``:
+    of the speaker.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Name
-    content: str | list[TextPart] | None = None
+    content: str | list[dict[str, Any]] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The message as templates read it; parts of a text are joined by line ends, as vLLM joins them."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
-        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
+        """The message for the chat template."""
+        return {"role": self.role, "content": self.content or "", **({} if self.name is None else {"name": self.name})}
 
 
 class ChatBody(GenerationBody):

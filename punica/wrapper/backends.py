@@ -1,15 +1,17 @@
 """The methods that layers call, on torch's and on Triton's operators."""
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from punica.config import LoRAConfig
-from punica.metadata import LoRAKernelMeta, RowGroups
+from punica.metadata import LoRABatch, LoRAKernelMeta, RowGroups
 from punica.ops.moe_torch import TorchExpertOps
 from punica.ops.torch_ops import TorchOps
 from punica.wrapper.experts import ExpertMethods
+
+_TENSORS = (
+    "token_lora_mapping", "token_indices_sorted_by_lora_ids", "num_tokens_per_lora", "lora_token_start_loc", "lora_ids",
+)  # fmt: skip
+"""Names of `LoRABatch.tensors`."""
 
 
 class CPUBackend(ExpertMethods):
@@ -52,7 +54,7 @@ class GPUBackend(ExpertMethods):
         options = Options(lora_config.batch_invariant, lora_config.pdl, tuned_dir)
         self._ops = TritonOps(options)
         self._experts = TritonExpertOps(options)
-        self._verify_indices = verify_indices if lora_config.debug_checks else None
+        self._verifies = lora_config.debug_checks
         self.token_mapping_meta: LoRAKernelMeta = self.batch.kernel_meta
         self.prompt_mapping_meta: LoRAKernelMeta = self.batch.sampled.kernel_meta
 
@@ -62,29 +64,17 @@ class GPUBackend(ExpertMethods):
     ) -> None:  # fmt: skip
         """Begin the next step; with ``debug_checks`` the values on the device are verified."""
         super().begin_step(tokens, sampled, vocab_size, is_prefill=is_prefill, padding_slot=padding_slot)
-        if self._verify_indices and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if self._verifies and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             for batch in (self.batch, self.batch.sampled):
-                self._verify_indices(batch.tensors, batch.kernel_meta.active_lora_ids.shape[0] - 1)
+                verify_indices(batch)
 
 
-def verify_indices(tensors: Sequence[Tensor], slots: int) -> None:
-    """Check `LoRABatch.tensors`, waiting for the device; rows past a step have no adapter. ValueError: the first bad.
+def verify_indices(batch: LoRABatch) -> None:
+    """Compare `LoRABatch.tensors` with those of its rows, waiting for the device. ValueError: the first that differs.
     """
-    mapping, order, counts, starts, ids = (tensor.cpu() for tensor in tensors)
-    tokens = mapping.shape[0]
-    used = int(starts.max())
-    limits = [("token_lora_mapping", mapping, -1, slots - 1), ("lora_ids", ids, -1, slots - 1)]
-    limits += [("num_tokens_per_lora", counts, 0, tokens), ("lora_token_start_loc", starts, 0, tokens)]
-    for name, values, low, high in (*limits, ("token_indices_sorted_by_lora_ids", order[:used], 0, tokens - 1)):
-        bad = ((values < low) | (values > high)).nonzero().flatten()
-        if bad.numel():
-            position = int(bad[0])
-            raise ValueError(f"{name}[{position}] is {int(values[position])}; it must be in [{low}, {high}]")
-    for entry, slot in enumerate(ids.tolist()):
-        first, count = int(starts[entry]), int(counts[entry])
-        rows = order[first : first + count].long()
-        if slot >= 0 and (rows.numel() != count or bool((mapping[rows] != slot).any())):
-            raise ValueError(
-                f"segment {entry} of lora_ids (slot {slot}, sorted positions {first} to {first + count}) holds rows of "
-                "another slot: the metadata tensors are not of one step"
-            )
+    step = LoRABatch(batch.max_num_tokens, batch.max_loras)
+    step.fill(batch.rows)
+    for name, found, wanted in zip(_TENSORS, batch.tensors, step.tensors, strict=True):
+        known = batch.num_rows if name == _TENSORS[1] else wanted.numel()  # behind them order has rows of other steps
+        for at in (found[:known].cpu() != wanted[:known]).nonzero()[:1, 0].tolist():
+            raise ValueError(f"{name}[{at}] is {int(found[at])} on {found.device}, and {int(wanted[at])} in the step")

@@ -99,7 +99,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
         ({"role": "developer", "content": "a", "images": ["b"]}, "messages[0].images is not supported"),
         ({"role": "user", "content": None}, "messages[0].content is missing"),
         ({"role": "user", "content": 5}, "messages[0].content: Input should be a valid string; messages[0].content: I"),
-        ({"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, "messages[0].content[1].type: Input sho"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, "messages[0].content[1] is of type"),
         ({"role": "user", "content": ["a"]}, "messages[0].content[0]: Input should be a valid dictionary"),
     ],
     ids=str,

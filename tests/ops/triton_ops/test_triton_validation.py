@@ -13,6 +13,7 @@ from punica.ops.expect import expect, expect_slices
 from punica.ops.triton_ops import lora_expand, lora_linear, lora_shrink
 from punica.vllm.ops.dense import NAMES
 from punica.wrapper.backends import verify_indices
+from tests.ops.helpers import step as step_of
 
 Call = dict[str, Any]
 
@@ -101,17 +102,15 @@ def test_flag_is_looked_at_first(name: str, batch: Batch) -> None:
     assert torch.equal(call["output_tensor"], before)
 
 
-def test_verify_indices_names_the_first_bad_value(batch: Batch) -> None:
-    mapping, order, counts, starts, ids = batch.args[:5]
-    verify_indices((mapping, order, counts, starts, ids), 2)
-    for tensors, text in (
-        ((mapping + 1, order, counts, starts, ids), r"token_lora_mapping\[1\] is 2"),
-        ((mapping, order - 9, counts, starts, ids), r"sorted_by_lora_ids\[0\] is -"),
-        ((mapping, order, counts, starts, ids * 2), r"lora_ids\[0\] is -2"),
-        ((mapping.flip(0), order, counts, starts, ids), "another slot"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            verify_indices(tensors, 2)
+@pytest.mark.parametrize("place", range(len(NAMES)))
+def test_verify_indices_names_the_first_bad_value(place: int) -> None:
+    step = step_of([1, -1, 1, 0])
+    verify_indices(step)
+    step.tensors[1][4] = 7  # behind the rows of the step
+    verify_indices(step)
+    step.tensors[place][2:] += 1
+    with pytest.raises(ValueError, match=rf"{NAMES[place]}\[2\] is "):
+        verify_indices(step)
 
 
 @pytest.mark.parametrize(
