@@ -111,7 +111,7 @@ class AdapterText:
 
     def __init__(self, trusted: bool) -> None:
         self._trusted = trusted
-        self._checked: set[tuple[str, int, int]] = set()
+        self._checked: set[str] = set()  # folders
 
     def template_of(self, folder: str | None) -> tuple[str, dict[str, str]] | None:
         """Return the chat template in a folder, as it is now, and its special tokens by name (``"eos_token"``).
@@ -121,10 +121,11 @@ class AdapterText:
         return self._found(folder) if self._trusted and folder is not None else None
 
     def check_template(self, folder: str) -> None:
-        if self._trusted:
+        """Warn of a template that is not used, once of each folder."""
+        if self._trusted or folder in self._checked:
             return
-        is_new = [self._is_new(Path(folder, name)) for name in (_TEMPLATE, _CONFIG)]
-        if any(is_new) and self._found(folder) is not None:
+        self._checked.add(folder)
+        if self._found(folder) is not None:
             warnings.warn(
                 f"adapter folder {clip(folder)} has a chat template of its own; the base model's is used. To use "
                 "templates of adapters, if their folders are trusted: adapter_templates=True, --adapter-templates",
@@ -136,17 +137,6 @@ class AdapterText:
         configured, special = (None, {}) if content is None else _configured(content)
         text = configured if template is None else template.decode("utf-8", errors="replace")
         return None if text is None else (text, special)
-
-    def _is_new(self, path: Path) -> bool:
-        """Tell once of each version of a file that it is there."""
-        try:
-            status = path.stat()
-        except (OSError, ValueError):
-            return False
-        version = (str(path), status.st_mtime_ns, status.st_size)
-        known = version in self._checked
-        self._checked.add(version)
-        return not known
 
 
 def _read(path: Path, most: int = _MOST_BYTES) -> bytes | None:

@@ -36,9 +36,6 @@ class _FullySharded(BaseLinearLayerWithLoRA):
         if self.tp_size == 1:
             return super().apply(x, bias)
         wrapper, rows = self._ready_wrapper(x), self._adapter_rows(x)
-        slices = (len(self.lora_a_stacked), len(self.lora_b_stacked), len(self.output_slices))
-        if len({*slices}) > 1:
-            raise RuntimeError(f"{type(self).__name__}: A, B and output_slices must be as many slices, got {slices}")
         output = self._base_output(x, bias)
         if has_no_lora(wrapper) or rows.shape[0] == 0:
             return output

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from punica.checks import as_int, check_count, check_encodable, check_number, clip
+from punica.checks import as_int, check_bool, check_count, check_encodable, check_number, clip
 
 LOWEST_TEMPERATURE = 1e-5
 """Lower temperatures are greedy, as in vLLM; clients send them where 0 was once refused."""
@@ -110,8 +110,7 @@ class SamplingParams:
         put("adjusts", penalties or bool(bans_ends or self.logit_bias or self.bad_words))
         put("is_greedy", not self.adjusts and (self.temperature == 0.0 or self.top_k == 1))
         for name in ("ignore_eos", "skip_special_tokens"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {type(value).__name__} {clip(value)}")
+            check_bool(name, getattr(self, name))
 
     def choices(self) -> list["SamplingParams"]:
         """Return the parameters of each of the ``n`` outputs: each its own seed, counted up from the given one."""

@@ -10,13 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from punica.checks import check_bool
 from punica.metadata import LoRABatch
 from punica.ops.expect import FLOAT32, expect
-from punica.ops.interface import ALONE, Beside, check_output, check_parts, check_slices
+from punica.ops.interface import ALONE, Beside, check_output, check_parts, check_slices, low_rank_of
 from punica.ops.weights import STEP, LoRAWeights, Stack
 from punica.vllm.experts import ExpertContract
 from punica.vllm.indices import StepIndices
@@ -150,7 +149,7 @@ class LinearContract(LinearMethods):
             return
         if not self.takes_buffer:
             raise ValueError(f"buffer is created internally by {type(self).__name__}; call without it")
-        stored, scheme = weights.b.form.stored, weights.a.form.scheme
+        stored = weights.b.form.stored
         if isinstance(buffer, Tensor):
             sizes = stored.sizes("lora_b_stacked") | {"T": x.shape[0], "of T *": "x"}
             expect("buffer", buffer, "n T r", dtype=FLOAT32, device=stored.device, sizes=sizes)
@@ -159,10 +158,7 @@ class LinearContract(LinearMethods):
         if batch.no_lora:
             return
         self.ops.linear(y, x, weights, batch, scale, add_inputs, x_scale)
-        if scheme.use_fp8_w8a8 and x_scale is None:
-            x, x_scale = self.ops.quantize(x, scheme.group_k)
-        low_rank = torch.empty(len(buffer), x.shape[0], stored.rank, dtype=torch.float32, device=x.device)
-        self.ops.shrink(low_rank, x, weights.a, batch, scale, False, x_scale)
+        low_rank = low_rank_of(self.ops, x, weights, batch, scale, x_scale)
         for part, result in zip(buffer, low_rank, strict=True):
             part.copy_(result)
 

@@ -68,9 +68,6 @@ class SlotTable:
             _slot_write_kernel, grid, (self.dtype,), (), constants, num_warps=NUM_WARPS, pdl=False, device=self.device
         )
 
-    def __len__(self) -> int:
-        return len(self.slots)
-
 
 def _check(slots: Sequence[Tensor], ranks: Sequence[Tensor]) -> None:
     if not slots or len(slots) != len(ranks):
