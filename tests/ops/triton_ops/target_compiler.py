@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-if __name__ == "__main__" and sys.argv[1].startswith("gfx"):  # before the library is imported
+if Path(sys.argv[0]).stem.endswith("target_compiler") and sys.argv[1].startswith("gfx"):  # before punica is imported
     torch.version.hip = "absent"  # type: ignore[assignment]
 
 import triton

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from punica.ops.triton_ops.fp8_device import fp8_format
-from punica.ops.triton_ops.launch import block_at_least
+from punica.ops.triton_ops.launch import IS_ROCM, block_at_least
 
 MAX_ROWS = 2
 """Rows up to which multiplying and adding beats the tensor cores on an H200 (see `choose_form`)."""
@@ -58,6 +58,10 @@ class WeightForm(NamedTuple):
         """Whether FP8 values are read several at a time."""
         return self.whole and self.format > 0
 
+    def in_pairs(self, dtype: torch.dtype) -> bool:
+        """Tell whether tiles are read two values at a time; not on ROCm: Triton 3.6 fails on four stages of them."""
+        return self.words and dtype != torch.float32 and not IS_ROCM
+
 
 def weight_form(weight: Tensor, bias: Tensor | None) -> WeightForm:
     (n, k), stride = weight.shape, weight.stride(0)
@@ -90,8 +94,9 @@ def choose_tiles(weight: WeightForm, tokens: int, dtype: torch.dtype, processors
     FP8 x is read twice as often, from L2: those tiles are larger.
     """
     n, k, *_ = weight
-    words, many = weight.words and dtype != torch.float32, triton.cdiv(n, 128) >= processors
-    block_k = min(32 if dtype == torch.float32 else 256 if words and not many else 128, block_at_least(k))
+    words, many = weight.in_pairs(dtype), triton.cdiv(n, 128) >= processors
+    least = block_at_least(k, 32 if words else 16)  # operands are halves of a block of words
+    block_k = min(32 if dtype == torch.float32 else 256 if words and not many else 128, least)
     wanted, most = 2 * processors // triton.cdiv(n, 64), triton.cdiv(k, 4 * block_k)  # enough programs, none idle
     split_k = max(1, min(wanted, most, 8))
     block_n, stages, warps = 64, 4, 4

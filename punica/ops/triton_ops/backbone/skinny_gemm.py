@@ -357,7 +357,7 @@ def gemm_tiles(form: TilesForm, x: Tensor, weight: WeightForm, pdl: bool) -> Gem
     return GemmTiles(
         weight.n, weight.k, form.block_t, form.block_n, form.block_k, form.split_k,
         stages_that_fit(form.num_stages, tile_bytes, x.device), form.ahead if weight.whole else 0,
-        weight.has_bias, pdl, weight.format, weight.words and size == 2, reads_fp8(x.device),
+        weight.has_bias, pdl, weight.format, weight.in_pairs(x.dtype), reads_fp8(x.device),
     )  # fmt: skip
 
 

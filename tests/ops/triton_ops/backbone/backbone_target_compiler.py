@@ -31,7 +31,7 @@ from tests.ops.helpers import step
 LAYERS = {
     "llama2-7b": (32, 32, 128, 4096, 11008), "llama2-70b": (64, 8, 128, 8192, 28672), "odd": (6, 2, 80, 100, 300),
     "small": (32, 8, 64, 2048, 8192), "wide": (16, 8, 256, 3072, 24576),
-    "slim": (4, 2, 8, 32, 64),
+    "slim": (4, 2, 8, 32, 16),
 }  # fmt: skip
 """Heads, kv heads, head size, hidden and inner size."""
 NORMALISED = ("small", "odd")

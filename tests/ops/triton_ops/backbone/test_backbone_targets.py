@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 import pytest
-from target_compiler import SHARED_KIB, compiled
+from target_compiler import ROCM_KIB, SHARED_KIB, compiled
 
 USUAL = [
     {"layer": layer, "dtype": dtype, "splits": splits}
@@ -51,6 +51,15 @@ def test_a_decode_step_compiles_for_every_gpu(capability: int) -> None:
     assert sum(bool(record["instructions"]) for record in records) == 10  # three attentions, projections of many rows
     if capability >= 89:  # FP8 goes to the tensor cores by words, but for values cached before a prompt
         assert {record["form"] for record in records if record["reads_bytes"]} <= {"prompt attention"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ROCM_KIB)
+def test_a_decode_step_over_fp8_compiles_for_rocm(arch: str) -> None:
+    cases = [case for case in OTHERS if case.get("fp8") and case["layer"] in ("small", "slim")]
+    records = compiled(arch, cases, "backbone_target_compiler")
+    assert {record["target"] for record in records} == {arch}
+    assert max(record["shared"] for record in records) <= ROCM_KIB[arch] << 10
 
 
 @pytest.mark.slow

@@ -115,6 +115,12 @@ def test_the_invariant_form_is_one_form() -> None:
         assert min(form.block_t - tokens for tokens, form in enumerate(tiles, 1)) == 0
 
 
+def test_halves_of_a_block_are_operands_of_a_tensor_core() -> None:
+    for k in (16, 32, 48, 4096):
+        form = choose_form(WeightForm(40, k, k, False, True, 1), 3, torch.float16, 132, False)
+        assert form.block_k // 2 >= 16
+
+
 def test_no_rows_are_no_launch(device: str) -> None:
     skinny_gemm(torch.empty(0, 8, device=device), torch.empty(0, 4, device=device), torch.ones(8, 4, device=device))
 
