@@ -7,7 +7,7 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from punica.serve.app import Envelope
-from punica.serve.protocol import UNSUPPORTED
+from punica.serve.protocol import UNSUPPORTED, ChatBody
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 2}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -107,6 +107,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
 def test_the_place_in_a_message_is_named(client: Any, message: dict[str, Any], reason: str) -> None:
     error = refusal(client.post("/v1/chat/completions", json={**CHAT, "messages": [message]}))
     assert error["message"].startswith(reason)
+
+
+def test_an_assistant_without_content_said_nothing() -> None:
+    messages = [{"role": "assistant", "name": "a", "audio": None}, {"role": "user", "content": "b"}]
+    body = ChatBody(model="tiny", messages=messages)
+    assert body.prompts == [[{"role": "assistant", "content": "", "name": "a"}, {"role": "user", "content": "b"}]]
 
 
 def test_the_context_has_openais_code(client: Any) -> None:

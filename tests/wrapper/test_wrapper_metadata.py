@@ -5,7 +5,7 @@ import torch
 
 from punica.config import LoRAConfig
 from punica.metadata import LoRAMapping
-from punica.wrapper import PunicaWrapperBase, PunicaWrapperCPU, PunicaWrapperGPU, get_punica_wrapper
+from punica.wrapper import PunicaWrapperBase, PunicaWrapperCPU, PunicaWrapperGPU, backends, get_punica_wrapper
 
 SLOTS = [7, None, 3]
 
@@ -165,3 +165,12 @@ def test_at_most_two_launches_one_allocation_and_no_synchronisation() -> None:
         launches.append([e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA])
     assert 1 <= len(launches[0]) <= 2
     assert launches[1] == []
+
+
+@pytest.mark.parametrize("checks", [True, False], ids=["debug", "plain"])
+def test_indices_are_verified_with_debug_checks_alone(checks, monkeypatch) -> None:
+    seen: list = []
+    monkeypatch.setattr(backends, "verify_indices", seen.append)
+    wrapper = PunicaWrapperGPU(8, 4, "cpu", lora_config=LoRAConfig(max_loras=4, debug_checks=checks))
+    wrapper.update_metadata(LoRAMapping((7, 3), (3,)), SLOTS, 4, 100)
+    assert seen == ([wrapper.batch, wrapper.batch.sampled] if checks else [])
