@@ -46,7 +46,7 @@ DECODE_STEPS = 5
 
 
 class ArrivalsConf(FigureConf):
-    """The stream of requests that arrive by the clock, the seconds of a point, and the check."""
+    """The stream of requests that arrive by the clock, and the seconds of a point."""
 
     requests: Count  # different ones of the stream, which come again and again
     lengths: Lengths = "stated"  # D01: 101 new tokens on average at max_len 2048
@@ -56,8 +56,6 @@ class ArrivalsConf(FigureConf):
     least: Seconds  # requests to be expected in them; where a rate is too low for that, they are more seconds
     longest: Seconds  # up to these, but for the baseline's capacity, whose p99 the claim is about
     drain: Seconds  # of patience with them
-    check_requests: Count = 4  # compared with Hugging Face before timing ...
-    check_tokens: Count = 6  # ... in so many positions of each, given the same tokens
 
     @property
     def span(self) -> Span:
@@ -156,7 +154,6 @@ def settings_of(cfg: Config) -> dict[str, Any]:
         "stream": [figure.lengths, figure.requests, figure.max_len],
         "seconds": [figure.warm, figure.seconds, figure.drain, figure.least, figure.longest],
         "adapters": [adapters.alpha, adapters.seed],
-        "check": [figure.check_requests, figure.check_tokens],
     }
 
 

@@ -60,9 +60,6 @@ class PrefixCache(Experiment):
     reads = ("model", "workload", "adapters.ranks", "adapters.seed")
     clock, drawn_by = "host_clock", "extensions.draw_prefix_cache"
 
-    def known_systems(self, cfg: Config) -> Sequence[str]:
-        return SYSTEMS
-
     def points(self, cfg: Config) -> list[Point]:
         figure, rank = cast(PrefixConf, cfg.figure), cfg.adapters.ranks[0]
         settings = {

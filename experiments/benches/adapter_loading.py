@@ -81,17 +81,13 @@ class Bench:
             self.manager.add_adapter(adapter)
         self.step = _decode_step(self.manager, llama, decode) if decode else None
 
-    def synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def poison(self) -> None:
         """Fill the spare slot of every layer with NaN and rank -1, so that only a complete load passes `check_slot`."""
         for layer in self.manager.modules.values():
             for part in layer.slot_parts():
                 part.matrix(self.slot).fill_(torch.nan)
                 part.ranks[self.slot] = -1
-        self.synchronise()
+        timing.synchronise(self.device.type)
 
     def check_slot(self, i: int) -> None:
         """Raise `CheckFailed` unless the spare slot of every layer holds the i-th adapter: A, B times scaling, rank."""
@@ -219,7 +215,7 @@ def check_loader(bench: Bench, name: str, loader: Loader) -> None:
     if bench.step and expected is not None:
         check(f"{name}: a step beside a load", bench.step(), expected, TOLERANCE[bench.dtype])
     handle.wait()
-    bench.synchronise()
+    timing.synchronise(bench.device.type)
     loader.check(1)
 
 

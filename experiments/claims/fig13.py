@@ -61,9 +61,6 @@ class Hour:
             raise NotMeasured(f"no rows of the hour on 16 GPUs ({HOUR})")
         return cls(paper, MEASURED)
 
-    def over_time(self, metric: str) -> pd.Series:
-        return hn.over_time(self.frame, metric)
-
     @cached_property
     def windows(self) -> hn.Windows:
         """Windows of the hour; of a simulation, of its first seed."""

@@ -105,7 +105,7 @@ def _hour(ours: Hour, theirs: Hour) -> Iterator[Prediction]:
         points, asked, span = 100 * (share - paper), f"within {POINTS} points", _over_seeds(ours.frame, metric)
         what, met = f"Figure 13, {AT_31} ({name})", abs(points) <= POINTS
         yield Prediction(what, share, paper, f"{points:+.1f} points", asked, met, span)
-    active, speed = ([hour.over_time(metric) for hour in (ours, theirs)] for metric in (ACTIVE, SPEED))
+    active, speed = ([served.over_time(hour.frame, metric) for hour in (ours, theirs)] for metric in (ACTIVE, SPEED))
     same, tokens = _correlation(*active), _correlation(*speed)
     later, guess = _shifted_rate(theirs)
     yield Prediction(
@@ -122,7 +122,7 @@ def _hour(ours: Hour, theirs: Hour) -> Iterator[Prediction]:
 
 def _shifted_rate(hour: Hour) -> tuple[int, float]:
     """Seconds by which active GPUs follow the request rate, fitted to them, and their correlation then."""
-    rate, active = hour.windows.rate, hour.over_time(ACTIVE)
+    rate, active = hour.windows.rate, served.over_time(hour.frame, ACTIVE)
     centres, minutes = rate.index + RATE_S / 2, active.index + 30
     found = {later: correlation(np.interp(minutes - later, centres, rate), active) for later in range(0, 301, 20)}
     best = max(found, key=found.__getitem__)

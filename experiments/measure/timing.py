@@ -67,7 +67,7 @@ def time_side_by_side(
     for options in calls.values():
         for i in range(protocol.warmup):
             options[i % len(options)]()
-    _synchronise(protocol.device)
+    synchronise(protocol.device)
     flush, first = _flusher(protocol), next(iter(calls))
     samplers = {
         name: _cuda_graph(options) if protocol.timer == "cuda_graph"
@@ -86,10 +86,10 @@ def _host_clock(options: Sequence[Call], flush: Call, device: str) -> Callable[[
     def sample(i: int) -> float:
         call = options[i % len(options)]
         flush()
-        _synchronise(device)
+        synchronise(device)
         started = time.perf_counter()
         call()
-        _synchronise(device)
+        synchronise(device)
         return time.perf_counter() - started
 
     return sample
@@ -147,6 +147,6 @@ def _flusher(protocol: Protocol) -> Call:
     return buffer.zero_
 
 
-def _synchronise(device: str) -> None:
+def synchronise(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize()

@@ -201,16 +201,14 @@ def write_expected(folder: Path, rows: pd.DataFrame, verdicts: Sequence[Verdict]
     return [*paths.values()]
 
 
-def read_expected(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+def read_expected(folder: Path) -> list[pd.DataFrame]:
     """Read the ranges of claims and of measurements of ``folder``; `RowsError` names a file that cannot be used."""
-    claims, measurements = (_read(folder / FOLDER / f"{name}.csv", columns) for name, columns in COLUMNS.items())
-    return claims, measurements
-
-
-def _read(path: Path, columns: list[str]) -> pd.DataFrame:
-    try:
-        return pd.read_csv(path, dtype=str, keep_default_na=False, usecols=columns)[columns].astype(
-            {name: kind for name, kind in _NUMBERS.items() if name in columns}
-        )
-    except (OSError, ValueError) as error:
-        raise RowsError(f"{path}: no table of ranges ({error}); {REMEDY}") from None
+    tables = []
+    for table, columns in COLUMNS.items():
+        path, kinds = folder / FOLDER / f"{table}.csv", {name: _NUMBERS.get(name, str) for name in columns}
+        try:
+            read = pd.read_csv(path, dtype=str, keep_default_na=False, usecols=columns)
+            tables.append(read[columns].astype(kinds))
+        except (OSError, ValueError) as error:
+            raise RowsError(f"{path}: no table of ranges ({error}); {REMEDY}") from None
+    return tables
