@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from experiments.benches.engine_steps import IN_A_ROW, EngineSteps, StepShape, TimedStep
-from experiments.measure.timing import Protocol
+from experiments.measure.timing import Protocol, synchronise
 
 BASE, ATTENTION, SHRINK, EXPAND = "base_gemm", "attention", "lora_shrink", "lora_expand"
 SMALL, HEAD, COPIES, REST, GAPS = "small_kernels", "head_and_sampling", "copies", "rest", "gaps"
@@ -90,16 +90,17 @@ def seconds_by_part(kernels: Sequence[Kernel]) -> dict[str, float]:
     return seconds
 
 
-def watched_kernels(work: Callable[[], object]) -> list[Kernel]:
-    """Profile the kernels of the current GPU during `work`, which must wait for it."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+def watched_kernels(work: Callable[[], object], device: str = "cuda") -> list[Kernel]:
+    """Profile the kernels of the current GPU, or the operations of the CPU, during `work`."""
+    kind = device.upper()
+    synchronise(device)
+    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)]) as profiler:
         work()
-        torch.cuda.synchronize()
+        synchronise(device)
     return [
         Kernel(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
         for event in profiler.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == getattr(torch.autograd.DeviceType, kind)
     ]
 
 

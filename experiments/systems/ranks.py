@@ -5,7 +5,6 @@ checked on a model of the same widths with few layers, as Hugging Face's is whol
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -14,8 +13,7 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar, cast
-from unittest.mock import patch
+from typing import Any, cast
 
 import torch
 from torch import distributed as dist
@@ -32,14 +30,12 @@ from experiments.systems.stream import Job
 from experiments.systems.weights import Limits, exported
 from punica.parallel import (
     SingleProcessGroup,
-    current_group,
     get_tensor_model_parallel_rank,
     init_tensor_parallel,
     tensor_parallel,
 )
 from punica.processes import end_with_parent
 
-T = TypeVar("T")
 WATCHED_STEPS = 10
 """Steps in which collectives are watched: profiling a step of 80 layers takes longer than the step."""
 LEAVE_S = 60.0  # seconds that `close` waits for ranks at work before it kills them
@@ -91,32 +87,10 @@ class RankBench(StreamBench):
             steps = system.run_all_steps(self.jobs(workload), timeline, start - warm, count + warm)
             seconds[:] = [step.seconds for step in steps]
 
-        spent = (_on_cpu if self.world.device == "cpu" else _on_gpu)(run)
-        return Reading("collective_share", spent / sum(seconds), "ratio")
-
-
-def _on_cpu(work: Callable[[], None]) -> float:
-    group: Any = current_group()
-    spent = list[float]()
-
-    def clocked(collective: Callable[..., T]) -> Callable[..., T]:
-        def run(*args: Any) -> T:
-            started = time.perf_counter()
-            result = collective(*args)
-            spent.append(time.perf_counter() - started)
-            return result
-
-        return run
-
-    with ExitStack() as clocks:
-        for name in ("all_reduce", "all_gather"):
-            clocks.enter_context(patch.object(group, name, clocked(getattr(group, name))))
-        work()
-    return sum(spent)
-
-
-def _on_gpu(work: Callable[[], None]) -> float:
-    return sum(kernel.end - kernel.start for kernel in watched_kernels(work) if kernel.name.startswith("nccl"))
+        kernels = sorted(watched_kernels(run, self.world.device), key=lambda kernel: kernel.start)
+        spent = [kernel.end - kernel.start for kernel in kernels if kernel.name.startswith(("gloo:", "nccl"))]
+        own = spent[1:] if self.world.device == "cpu" else spent  # a CPU's first is the one that waits for the others
+        return Reading("collective_share", sum(own) / sum(seconds), "ratio")
 
 
 _KEPT, _WORKER = ExitStack(), list[Any]()  # group of the process of a rank, and the worker that it made
