@@ -6,6 +6,7 @@ are in 16 bits on the tensor cores, or float32. These operators are bandwidth-bo
 time; they would lose bits of the sums and pad a rank of 16 to 32.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ def fp8_format(dtype: torch.dtype) -> int:
     return FP8_DTYPES.index(dtype) + 1 if dtype in FP8_DTYPES else 0
 
 
+@functools.cache
 def reads_fp8(device: torch.device) -> bool:
     """Tell whether instructions of ``device`` convert FP8."""
     native = device.type == "cuda" and not (INTERPRETED or IS_ROCM)
