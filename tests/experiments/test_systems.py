@@ -150,6 +150,15 @@ def test_one_position_in_a_hundred_may_be_off_within_twice_the_tolerance(
             check_tokens(system, long)
 
 
+def test_other_tokens_are_refused_also_where_logits_are_close(half_world, jobs, monkeypatch):
+    system, flat, other = built("punica", half_world), torch.ones(20, 256), torch.ones(20, 256)
+    other[:, 1] += 1e-3  # another best token, far within the tolerance
+    monkeypatch.setattr(system, "forced", lambda jobs, tokens: [other] * len(jobs))
+    monkeypatch.setattr(half_world, "reference", lambda job, tokens, lora: flat[: len(tokens)] if lora else -flat[:1])
+    with pytest.raises(CheckFailed, match=r"chooses its token at 0\.000"):
+        check_tokens(system, [replace(job, new_tokens=20) for job in jobs])
+
+
 def test_adapters_that_change_nothing_are_refused(jobs):
     world = World(TINY, "cpu", Limits(max_batch_size=4, max_len=48), rank=8, alpha=1e-9)
     with pytest.raises(CheckFailed, match="change no logits"):
