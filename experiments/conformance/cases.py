@@ -32,10 +32,6 @@ class Ask(NamedTuple):
     prompt: Prompt
     name: str = ""
 
-    @property
-    def label(self) -> str:
-        return f"{self.name}, now {self.model}" if self.name else self.model
-
 
 @dataclass
 class Result:
@@ -143,7 +139,8 @@ class Run:
             result.answers, result.judged = result.answers + 1, result.judged + (is_wrong or got == right)
             if is_wrong:
                 owners = {tokens: model for model, tokens in ask.prompt.answers.items()}
-                result.findings[f"{ask.label} got the tokens of {owners.get(got, 'no model')}"] += 1
+                asked = f"{ask.name}, now {ask.model}" if ask.name else ask.model
+                result.findings[f"{asked} got the tokens of {owners.get(got, 'no model')}"] += 1
 
 
 Case = Callable[[Run, Result], Awaitable[None]]
