@@ -106,37 +106,26 @@ def _text(name: str, part: Any) -> str:
     return str(part["text"])
 
 
-class AdapterText:
-    """Chat templates in adapter folders; ``trusted``: they are used."""
+def template_of(folder: str) -> tuple[str, dict[str, str]] | None:
+    """Return the chat template in an adapter's folder, as it is now, and its special tokens by name (``"eos_token"``).
 
-    def __init__(self, trusted: bool) -> None:
-        self._trusted = trusted
-        self._checked: set[str] = set()  # folders
+    ``None``: it has no template, or there is no such folder.
+    """
+    template, content = _read(Path(folder, _TEMPLATE), _MOST_TEMPLATE_BYTES), _read(Path(folder, _CONFIG))
+    configured, special = (None, {}) if content is None else _configured(content)
+    text = configured if template is None else template.decode("utf-8", errors="replace")
+    return None if text is None else (text, special)
 
-    def template_of(self, folder: str | None) -> tuple[str, dict[str, str]] | None:
-        """Return the chat template in a folder, as it is now, and its special tokens by name (``"eos_token"``).
 
-        ``None``: it has no template, there is no such folder, or folders are not trusted.
-        """
-        return self._found(folder) if self._trusted and folder is not None else None
-
-    def check_template(self, folder: str) -> None:
-        """Warn of a template that is not used, once of each folder."""
-        if self._trusted or folder in self._checked:
-            return
-        self._checked.add(folder)
-        if self._found(folder) is not None:
-            warnings.warn(
-                f"adapter folder {clip(folder)} has a chat template of its own; the base model's is used. To use "
-                "templates of adapters, if their folders are trusted: adapter_templates=True, --adapter-templates",
-                stacklevel=2,
-            )
-
-    def _found(self, folder: str) -> tuple[str, dict[str, str]] | None:
-        template, content = _read(Path(folder, _TEMPLATE), _MOST_TEMPLATE_BYTES), _read(Path(folder, _CONFIG))
-        configured, special = (None, {}) if content is None else _configured(content)
-        text = configured if template is None else template.decode("utf-8", errors="replace")
-        return None if text is None else (text, special)
+@lru_cache(1 << 16)
+def warn_of_template(folder: str) -> None:
+    """Warn of a template in a folder that is not trusted, once."""
+    if template_of(folder) is not None:
+        warnings.warn(
+            f"adapter folder {clip(folder)} has a chat template of its own; the base model's is used. To use "
+            "templates of adapters, if their folders are trusted: adapter_templates=True, --adapter-templates",
+            stacklevel=2,
+        )
 
 
 def _read(path: Path, most: int = _MOST_BYTES) -> bytes | None:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from punica.checks import check_encodable, clip
-from punica.engine.prompts import AdapterText, is_chat, messages_of
+from punica.engine.prompts import is_chat, messages_of, template_of, warn_of_template
 from punica.scheduling import SamplingParams
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
@@ -38,7 +38,6 @@ class TextCodec:
     def __init__(self, tokenizer: Any, adapter_templates: bool = False) -> None:
         self.tokenizer, self.adapter_templates = tokenizer, adapter_templates
         self._lock = threading.Lock()  # encoding sets options of the tokenizer
-        self._adapters = AdapterText(adapter_templates)
         own, plain = type(tokenizer), PreTrainedTokenizerFast
         is_plain = all(getattr(own, name, None) is getattr(plain, name) for name in ("decode", "_decode"))
         self._fast = tokenizer.backend_tokenizer if is_plain else None  # half the time of its wrapper, once per token
@@ -68,7 +67,7 @@ class TextCodec:
 
         None where that template is not used: for other prompts than chats. ValueError: the tokenizer has no such token.
         """
-        _, special = (self._adapters.template_of(adapter_folder) if is_chat(prompt) else None) or ("", {})
+        _, special = (self._template_of(adapter_folder) if is_chat(prompt) else None) or ("", {})
         if (end := special.get("eos_token")) is None:
             return ()
         token_id = self.tokenizer.convert_tokens_to_ids(end)
@@ -151,15 +150,20 @@ class TextCodec:
     def _piece(self, token_id: int) -> str:
         return str(getattr(self.tokenizer, "convert_ids_to_tokens", str)(token_id))
 
+    def _template_of(self, adapter_folder: str | None) -> tuple[str, dict[str, str]] | None:
+        if self.adapter_templates and adapter_folder is not None:
+            return template_of(adapter_folder)
+        if adapter_folder is not None:
+            warn_of_template(adapter_folder)
+        return None
+
     def _rendered(
         self, chat: Sequence[Mapping[str, Any]], adapter_folder: str | None, arguments: Mapping[str, Any]
     ) -> str:
         messages = messages_of(chat)
         if taken := sorted(_TEMPLATE_ARGUMENTS.intersection(arguments)):
             raise ValueError(f"chat template arguments {taken} are set by the engine; leave them out")
-        if adapter_folder is not None:
-            self._adapters.check_template(adapter_folder)
-        own = self._adapters.template_of(adapter_folder)
+        own = self._template_of(adapter_folder)
         template, special = own or (getattr(self.tokenizer, "chat_template", None), {})
         if isinstance(template, Mapping):
             template = template.get("default")

@@ -97,8 +97,6 @@ def _check_numbers(found: Mapping[str, StoredTensor], folder: str | Path) -> Non
 
 
 def _files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"model folder {str(folder)!r} does not exist or is not a folder")
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     files = [single]
     if index.is_file() and not single.is_file():  # as in transformers; an index beside the single file may be older

@@ -136,8 +136,8 @@ def _product_of(name: str, ours: Callable[..., None], theirs: Callable[..., None
             theirs(inputs, weights, output, *metadata_and_scaling, **options)
             return
         *tensors, count = metadata_and_scaling[:_METADATA]
-        rest = metadata_and_scaling[_METADATA:]
-        ours(inputs, list(weights), output, *tensors, *rest, num_active_loras=count, **options)
+        scaling = metadata_and_scaling[_METADATA:]
+        ours(inputs, list(weights), output, *tensors, *scaling, num_active_loras=count, **options)
 
     return product
 
