@@ -4,8 +4,8 @@ A prompt is a text, a chat, token ids, or one of vLLM's mappings ``{"prompt": te
 
 Training tools save a template and a tokenizer in an adapter's folder. Chats are rendered by the base model's template,
 unless the operator trusts those of the folders: then theirs is used, with the special tokens that its tokenizer's
-configuration names, and the end token ends the answer. A template that is not used is warned of once. Prompts are
-encoded by the base model's tokenizer.
+configuration names, and the end token ends the answer. Prompts are encoded by the base model's tokenizer. What is not
+used is warned of once.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 
 from punica.checks import clip
 
-_TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+_TEMPLATE, _CONFIG, _TOKENIZER = "chat_template.jinja", "tokenizer_config.json", "tokenizer.json"
 _MOST_BYTES, _MOST_TEMPLATE_BYTES = 64 << 20, 1 << 20
 _TEXT, _IDS = "prompt", "prompt_token_ids"
 
@@ -126,6 +126,27 @@ def warn_of_template(folder: str) -> None:
             "templates of adapters, if their folders are trusted: adapter_templates=True, --adapter-templates",
             stacklevel=2,
         )
+
+
+@lru_cache(1 << 16)
+def warn_of_tokenizer(folder: str, base: str) -> None:
+    """Warn, once, of a tokenizer in an adapter's folder with another vocabulary than that in the folder ``base``."""
+    own, known = (_read(Path(one, _TOKENIZER)) for one in (folder, base))
+    if own is not None and known is not None and own != known and _vocabulary(own) != _vocabulary(known):
+        warnings.warn(
+            f"adapter folder {clip(folder)} has a tokenizer of its own, with another vocabulary than the base model's; "
+            "prompts of this adapter are encoded by the base model's",
+            stacklevel=2,
+        )
+
+
+def _vocabulary(content: bytes) -> Any:
+    """Return the part of a ``tokenizer.json`` that decides ids; all of any other file."""
+    try:
+        values = json.loads(content)
+        return values["model"], values.get("added_tokens")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return content
 
 
 def _read(path: Path, most: int = _MOST_BYTES) -> bytes | None:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from punica.checks import check_encodable, clip
-from punica.engine.prompts import is_chat, messages_of, template_of, warn_of_template
+from punica.engine.prompts import is_chat, messages_of, template_of, warn_of_template, warn_of_tokenizer
 from punica.scheduling import SamplingParams
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
@@ -57,6 +57,8 @@ class TextCodec:
 
         ValueError: a lone surrogate; messages that are none; no chat template, or it refuses the messages.
         """
+        if adapter_folder is not None:
+            warn_of_tokenizer(adapter_folder, getattr(self.tokenizer, "name_or_path", "") or ".")
         text = prompt if isinstance(prompt, str) else self._rendered(prompt, adapter_folder, arguments or {})
         check_encodable("the prompt", text)
         with self._lock:

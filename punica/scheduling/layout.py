@@ -79,7 +79,7 @@ class StepLayout:
 
     @cached_property
     def verifies(self) -> bool:
-        """Whether it has drafts and no prompt."""
+        """Tell whether it has drafts and no prompt."""
         return bool(self.drafts) and len(self.sampled) == len(self.token_ids)
 
     @property

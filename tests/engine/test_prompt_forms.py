@@ -12,8 +12,8 @@ import pytest
 from punica.adapters import LoRARequest
 from punica.engine import Engine, SamplingParams
 from punica.engine.prompts import listed_prompts
-from punica.engine.text import TextCodec
-from tests.world import byte_fallback_tokenizer, byte_tokenizer
+from punica.engine.text import TextCodec, load_tokenizer
+from tests.world import byte_fallback_tokenizer, byte_tokenizer, save_tokenizer
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -206,6 +206,17 @@ def test_templates_in_configurations_have_a_limit(codec, tmp_path) -> None:
         config = {"chat_template": "a" * size, "eos_token": "</s>"}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         assert bool(codec.end_token_ids([USER], str(tmp_path))) == is_taken
+
+
+@pytest.mark.parametrize("differs", [True, False], ids=["another vocabulary", "the base model's"])
+def test_another_tokenizer_is_warned_of_once(adapter, tmp_path, differs) -> None:
+    codec = TextCodec(load_tokenizer(save_tokenizer(tmp_path)))
+    file = save_tokenizer(Path(adapter.lora_path)) / "tokenizer.json"
+    values = json.loads(file.read_text())
+    if differs:
+        values["added_tokens"].append({**values["added_tokens"][0], "id": 258, "content": "<tool>"})
+    file.write_text(json.dumps(values))  # other bytes, the same tokenizer
+    assert warned("tokenizer of its own", lambda: [codec.encode("a", adapter.lora_path) for _ in range(3)]) == differs
 
 
 ENDED = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"

@@ -55,7 +55,7 @@ class WeightForm(NamedTuple):
 
     @property
     def words(self) -> bool:
-        """Whether FP8 values are read several at a time."""
+        """Tell whether FP8 values are read several at a time."""
         return self.whole and self.format > 0
 
     def in_pairs(self, dtype: torch.dtype) -> bool:
