@@ -131,11 +131,14 @@ def between(on: Memory) -> None:
     backbone.swiglu(on.new(3, 1100), on.normal(3, 2200))
     backbone.argmax(on.new(3, dtype=torch.int64), on.normal(3, 9001), -1)
     weight, bias = on.normal(WIDTHS[0], COLUMNS), on.normal(WIDTHS[0])
-    stored, scale = (part.to(on.device) for part in quantize_per_channel(torch.randn(WIDTHS[0], COLUMNS)))
+    products: list[tuple[Tensor, ...]] = [(weight, bias)]
+    for columns in (COLUMNS, COLUMNS + 8):  # FP8 is read in words where its rows are whole units of 16 bytes
+        stored, scale = (part.to(on.device) for part in quantize_per_channel(torch.randn(WIDTHS[0], columns)))
+        products.append((stored, bias, scale))
+        backbone.dequantise(on.new(WIDTHS[0], columns), stored, scale)
     for rows in (1, len(FEW)):
-        for form in ((weight, bias), (stored, bias, scale)):
-            backbone.skinny_gemm(on.new(rows, WIDTHS[0]), on.normal(rows, COLUMNS), *form)
-    backbone.dequantise(on.new(WIDTHS[0], COLUMNS), stored, scale)
+        for product in products:
+            backbone.skinny_gemm(on.new(rows, WIDTHS[0]), on.normal(rows, product[0].shape[1]), *product)
 
 
 def slot(on: Memory) -> None:
