@@ -1,4 +1,4 @@
-"""Forms of prompts, and the chat template that an adapter's folder may hold beside its weights.
+"""Forms of prompts, and the chat template and tokenizer that an adapter's folder may hold beside its weights.
 
 A prompt is a text, a chat, token ids, or one of vLLM's mappings ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``.
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from punica.checks import clip
 
-_TEMPLATE, _CONFIG, _TOKENIZER = "chat_template.jinja", "tokenizer_config.json", "tokenizer.json"
+_TEMPLATE, _CONFIG, _TOKENIZERS = "chat_template.jinja", "tokenizer_config.json", ("tokenizer.json", "tokenizer.model")
 _MOST_BYTES, _MOST_TEMPLATE_BYTES = 64 << 20, 1 << 20
 _TEXT, _IDS = "prompt", "prompt_token_ids"
 
@@ -131,13 +131,14 @@ def warn_of_template(folder: str) -> None:
 @lru_cache(1 << 16)
 def warn_of_tokenizer(folder: str, base: str) -> None:
     """Warn, once, of a tokenizer in an adapter's folder with another vocabulary than that in the folder ``base``."""
-    own, known = (_read(Path(one, _TOKENIZER)) for one in (folder, base))
-    if own is not None and known is not None and own != known and _vocabulary(own) != _vocabulary(known):
-        warnings.warn(
-            f"adapter folder {clip(folder)} has a tokenizer of its own, with another vocabulary than the base model's; "
-            "prompts of this adapter are encoded by the base model's",
-            stacklevel=2,
-        )
+    for name in _TOKENIZERS:
+        own, known = (_read(Path(one, name)) for one in (folder, base))
+        if own is not None and known is not None and own != known and _vocabulary(own) != _vocabulary(known):
+            warnings.warn(
+                f"adapter folder {clip(folder)} has a tokenizer of its own, {name}, with another vocabulary than the "
+                "base model's; prompts of this adapter are encoded by the base model's",
+                stacklevel=2,
+            )
 
 
 def _vocabulary(content: bytes) -> Any:
