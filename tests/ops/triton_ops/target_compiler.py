@@ -204,6 +204,13 @@ def compiled(target: int | str, cases: list[dict[str, Any]], script: str = "targ
     return json.loads(found.stdout)
 
 
+def check_fit(target: int | str, records: list[Record]) -> None:
+    """They compiled for this GPU, and fit."""
+    assert {one["target"] for one in records} == {target}
+    limit = (SHARED_KIB | ROCM_KIB)[target] << 10
+    assert not [(one["form"], one["case"], one["shared"]) for one in records if one["shared"] > limit]
+
+
 def run(launch: Callable[[dict[str, Any]], None]) -> None:
     """Print the records of all cases that the input holds, each with its case; ``launch``: launch those of one."""
     target = sys.argv[1]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from target_compiler import LAYERS, ROCM_KIB, SHARED_KIB, STEPS, Operands, compiled
+from target_compiler import LAYERS, ROCM_KIB, SHARED_KIB, STEPS, Operands, check_fit, compiled
 
 from punica.ops.triton_ops import Options
 from punica.ops.triton_ops import launch as launching
@@ -90,13 +90,6 @@ def everything(capability: int) -> list[Record]:
     with ThreadPoolExecutor(2) as pool:
         halves = pool.map(partial(compiled, capability), (cases[::2], cases[1::2]))
     return [record for half in halves for record in half]
-
-
-def check_fit(target: int | str, records: list[Record]) -> None:
-    """They compiled for this GPU, and fit."""
-    assert {one["target"] for one in records} == {target}
-    limit = (SHARED_KIB | ROCM_KIB)[target] << 10
-    assert not [(one["form"], one["case"], one["shared"]) for one in records if one["shared"] > limit]
 
 
 def check(capability: int, records: list[Record]) -> None:
