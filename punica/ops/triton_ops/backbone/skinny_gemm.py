@@ -33,7 +33,7 @@ from punica.ops.triton_ops.backbone.gemm_forms import (
     weight_form,
 )
 from punica.ops.triton_ops.device import accumulator, dot, pdl_launch_then_wait
-from punica.ops.triton_ops.fp8_device import as_operand, fp8_format, reads_fp8, upcast
+from punica.ops.triton_ops.fp8_device import as_operand, reads_fp8, upcast
 from punica.ops.triton_ops.fp8_words import upcast_pairs, upcast_words
 from punica.ops.triton_ops.launch import Launch, all_aligned, on_device, stages_that_fit, supports_pdl
 from punica.ops.triton_ops.op import check_runnable
@@ -312,12 +312,12 @@ def skinny_gemm(
     float32 takes IEEE products.
     """
     _check(out, x, weight, bias, scale)
-    tokens = x.shape[0]
-    if tokens == 0 or weight.shape[0] == 0:
+    tokens, stored = x.shape[0], weight_form(weight, bias)
+    if tokens == 0 or stored.n == 0:
         return
-    steady = batch_invariant or x.data_ptr() % 8 != 0  # one row of x is read in words of 8 bytes
-    form = choose_form(weight_form(weight, bias), tokens, x.dtype, Gpu.of(x.device).multiprocessors, steady)
-    run_form(out, x, weight, bias, form, scale)
+    steady = batch_invariant or (stored.words and x.data_ptr() % 8 != 0)  # one row of x is read in words of 8 bytes
+    form = choose_form(stored, tokens, x.dtype, Gpu.of(x.device).multiprocessors, steady)
+    run_form(out, x, (weight, bias, scale), stored, form)
 
 
 def base_operands(weight: Tensor, bias: Tensor | None, out: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
@@ -327,23 +327,25 @@ def base_operands(weight: Tensor, bias: Tensor | None, out: Tensor, scale: Tenso
     return as_operand(weight), scale if bias is None else bias, out, scale
 
 
-def run_form(out: Tensor, x: Tensor, weight: Tensor, bias: Any, form: GemmForm, scale: Tensor | None = None) -> None:
-    """Run `skinny_gemm` in a given form, on operands known to be right."""
-    (tokens, k), n, pdl = x.shape, weight.shape[0], supports_pdl(x.device)
-    tiles = triton.cdiv(n, form.block_n)
-    strides = x.stride(0), weight.stride(0), out.stride(0)
+def run_form(
+    out: Tensor, x: Tensor, product: tuple[Tensor, Tensor | None, Tensor | None], stored: WeightForm,
+    form: GemmForm,
+) -> None:  # fmt: skip
+    """Run `skinny_gemm` in a given form, on operands known to be right: weight, bias and scale are of ``stored``."""
+    (weight, bias, scale), tokens, pdl = product, x.shape[0], supports_pdl(x.device)
+    tiles = triton.cdiv(stored.n, form.block_n)
+    strides = x.stride(0), stored.stride, out.stride(0)
     base = base_operands(weight, bias, out, scale)
     shared: dict[str, Any] = {"num_warps": form.num_warps, "pdl": pdl, "device": x.device}
     operands: tuple[Any, ...] = (x, base)
     counts: tuple[int, ...] = ()
     if isinstance(form, RowsForm):
-        vector, kind = 16 // weight.element_size(), fp8_format(weight.dtype)
-        shape = n, k, tokens, form.block_n, form.block_k, vector
-        rows = GemmRows(*shape, bias is not None, pdl, kind, reads_fp8(x.device))
-        kernel, of = (_gemm_word_row_kernel, strides[1:2]) if kind else (_gemm_rows_kernel, strides)
+        shape = stored.n, stored.k, tokens, form.block_n, form.block_k, 16 // weight.element_size()
+        rows = GemmRows(*shape, stored.has_bias, pdl, stored.format, reads_fp8(x.device))
+        kernel, of = (_gemm_word_row_kernel, strides[1:2]) if stored.format else (_gemm_rows_kernel, strides)
         launch = Launch(kernel, (tiles, 1, 1), (x.dtype,), of, {"GEMM": rows}, **shared)
     else:
-        constants = {"GEMM": gemm_tiles(form, x, weight_form(weight, bias), pdl)}
+        constants = {"GEMM": gemm_tiles(form, x, stored, pdl)}
         grid = (tiles, form.split_k, 1)
         launch = Launch(_gemm_tiles_kernel, grid, (x.dtype, form.split_k > 1), strides, constants, **shared)
         operands, counts = (x, base, split_workspace(out, weight, form)), (tokens,)

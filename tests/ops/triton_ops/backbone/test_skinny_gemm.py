@@ -10,7 +10,14 @@ from test_layer_kernels import DTYPES, TOLERANCE, rows_apart
 from punica.capture import capture
 from punica.ops.quant import E4M3, dequantize, quantize_per_channel
 from punica.ops.triton_ops.backbone import dequantise, skinny_gemm
-from punica.ops.triton_ops.backbone.gemm_forms import GemmForm, RowsForm, TilesForm, WeightForm, choose_form
+from punica.ops.triton_ops.backbone.gemm_forms import (
+    GemmForm,
+    RowsForm,
+    TilesForm,
+    WeightForm,
+    choose_form,
+    weight_form,
+)
 from punica.ops.triton_ops.backbone.skinny_gemm import run_form
 
 STORED = pytest.mark.parametrize(("dtype", "fp8"), list(itertools.product(DTYPES, (False, True))), ids=str)
@@ -49,7 +56,8 @@ class Case:
         return self.out.clone()
 
     def run_form(self, form: GemmForm) -> None:
-        run_form(self.out, self.x, self.weight, self.bias, form, self.scale)
+        stored = weight_form(self.weight, self.bias)
+        run_form(self.out, self.x, (self.weight, self.bias, self.scale), stored, form)
         self.check(True)
 
 
@@ -112,6 +120,7 @@ def test_the_invariant_form_is_one_form() -> None:
         tiles = [form for form in forms if isinstance(form, TilesForm)]
         assert len(tiles) == len(forms)
         assert len({(form.block_k, form.split_k) for form in tiles}) == 1
+        assert fp8 or len({form._replace(block_t=0) for form in tiles}) == 1
         assert min(form.block_t - tokens for tokens, form in enumerate(tiles, 1)) == 0
 
 
@@ -172,14 +181,16 @@ def test_full_sizes(n: int, k: int, dtype: torch.dtype, fp8: bool) -> None:
 def test_a_graph_counts_arrivals_at_a_new_weight_by_itself() -> None:
     case = Case(1, 64, 8192, torch.float16, "cuda")
     form = TilesForm(16, 64, 128, 2, 3, 4, 0)
-    run_form(case.out, case.x, case.weight.clone(), None, form)  # compiled
+    known = case.weight.clone()
+    stored = weight_form(known, None)
+    run_form(case.out, case.x, (known, None, None), stored, form)  # compiled
     stranger, graph, expected = case.weight.clone(), torch.cuda.CUDAGraph(), case.out.clone()
     torch.cuda.synchronize()
     with capture(graph):
-        run_form(case.out, case.x, stranger, None, form)
+        run_form(case.out, case.x, (stranger, None, None), stored, form)
     for _ in range(3):
         case.out.fill_(float("nan"))
         graph.replay()
         assert case.out.equal(expected)
-        run_form(case.out, case.x, stranger, None, form)  # and outside of it
+        run_form(case.out, case.x, (stranger, None, None), stored, form)  # and outside of it
         assert case.out.equal(expected)
