@@ -28,7 +28,6 @@ from functools import partial
 from statistics import fmean, median
 from typing import TYPE_CHECKING, cast
 
-from experiments.ext_price_of_lora import bytes_moved, checked_bench
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import model_settings
 from experiments.harness.schema import Count, Counts
@@ -86,6 +85,8 @@ class Breakdown(Experiment):
         return [_readings(cfg, point, cases) for point in points]
 
     def _bench(self, cfg: Config, system: str, rank: int) -> EngineSteps:
+        from experiments.benches.engine_steps import checked_bench
+
         figure, batch = cast(BreakdownConf, cfg.figure), max(cfg.scale.model_batch_sizes)
         make = partial(checked_bench, cfg, rank, batch, max(*figure.contexts, figure.prompt))
         return self.kept((cfg.model.name, system, rank), partial(make, **SWITCHES[system]))
@@ -103,6 +104,7 @@ def _shape(point: Point) -> StepShape:
 
 
 def _readings(cfg: Config, point: Point, cases: dict[str, Case]) -> list[Reading]:
+    from experiments.benches.engine_steps import bytes_moved
     from experiments.measure.roofline import copy_bandwidth
 
     case, shape = cases[point.workload], _shape(point)

@@ -14,14 +14,11 @@ dequantises weights in each step. Cost at scale=laptop: 20 seconds on two cores,
 from collections.abc import Sequence
 from itertools import product
 from statistics import median
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.points import model_settings
-from experiments.harness.schema import Count, Counts, ModelConf
-
-if TYPE_CHECKING:
-    from experiments.benches.engine_steps import StepShape
+from experiments.harness.schema import Count, Counts
 
 BASES = {"plain": (False, False), "FP8 weights": (True, False), "FP8 cache": (False, True), "FP8 both": (True, True)}
 """Panel -> whether weights of linear layers, and keys and values, are in FP8 instead of the model's dtype."""
@@ -52,7 +49,7 @@ class PriceOfLora(Experiment):
         ]
 
     def measure_together(self, cfg: Config, points: Sequence[Point]) -> list[list[Reading]]:
-        from experiments.benches.engine_steps import StepShape, steps_in_turns
+        from experiments.benches.engine_steps import StepShape, bytes_moved, checked_bench, steps_in_turns
         from experiments.benches.operators import protocol
         from experiments.measure.roofline import copy_bandwidth
 
@@ -78,34 +75,9 @@ class PriceOfLora(Experiment):
         return found
 
 
-def checked_bench(cfg: Config, rank: int, most: int, context: int, **form: Any) -> Any:
-    """Build an engine with `most` adapters, which must change its tokens; `form`: of `EngineSteps.of_llama`."""
-    from experiments.benches.engine_steps import EngineSteps, StepShape, check_adapters_matter
-
-    bench = EngineSteps.of_llama(cfg.model, rank, most, context, cfg.hardware.device, **form)
-    check_adapters_matter(bench, [StepShape(most, context, 0, adapters_of_rows(name, most)) for name in (NONE, EACH)])
-    return bench
-
-
 def adapters_of_rows(system: str, batch: int) -> tuple[int, ...]:
     """Return the adapter of each row of a step; 0: none."""
     return {NONE: (0,) * batch, ONE: (1,) * batch}.get(system, tuple(range(1, batch + 1)))
-
-
-def bytes_moved(
-    model: ModelConf, rank: int, shape: "StepShape",
-    fp8_weights: bool = False, fp8_cache: bool = False, fp8_adapters: bool = False,
-) -> int:  # fmt: skip
-    """Bytes that a step must read, without the embedding; in FP8 one per element, and four per row of a matrix."""
-    wide, layers = model.dtype.bytes, model.num_hidden_layers
-    rows = layers * (3 * model.hidden_size + 2 * model.intermediate_size) + model.kv_elements()
-    others = (model.vocab_size + 2 * layers + 1) * model.hidden_size  # head and norms
-    linear = model.backbone_parameters() - model.vocab_size * model.hidden_size - others
-    base = wide * others + (linear + 4 * rows if fp8_weights else wide * linear)
-    cached = shape.decodes * shape.context * model.kv_elements() * (1 if fp8_cache else wide)
-    each = model.lora_parameters(rank)
-    each = each + 4 * (rows + 7 * layers * rank) if fp8_adapters else wide * each
-    return base + cached + each * shape.num_adapters
 
 
 EXPERIMENT = main(PriceOfLora, __name__)

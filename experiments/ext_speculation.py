@@ -15,7 +15,7 @@ from itertools import product
 from statistics import median
 from typing import Any, cast
 
-from experiments.ext_price_of_lora import EACH, NONE, ONE, adapters_of_rows, checked_bench
+from experiments.ext_price_of_lora import EACH, NONE, ONE, adapters_of_rows
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import model_settings
@@ -67,6 +67,8 @@ class Speculation(Experiment):
         return [[*sampled("step_latency", own, "ms"), ratio] for own, ratio in zip(found, ratios, strict=True)]
 
     def _bench(self, cfg: Config) -> Any:
+        from experiments.benches.engine_steps import checked_bench
+
         figure, rank = cast(SpeculationConf, cfg.figure), cfg.adapters.ranks[0]
         most, context = max(figure.batch_sizes), figure.context
 

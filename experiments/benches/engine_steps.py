@@ -12,7 +12,7 @@ import torch
 
 from experiments.benches.model_steps import fill_with_noise, random_llama
 from experiments.harness.experiment import CheckFailed
-from experiments.harness.schema import ModelConf
+from experiments.harness.schema import Config, ModelConf
 from experiments.measure.timing import Protocol
 from punica.adapters import LoRAModel, LoRAModelManager, LoRARequest, random_adapter
 from punica.engine import Engine, EngineConfig, Request
@@ -175,6 +175,30 @@ def check_adapters_matter(steps: EngineSteps, shapes: Sequence[StepShape]) -> No
         tokens[shape.num_adapters > 0] = steps.step().tokens
     if len(tokens) == 2 and tokens[False] == tokens[True]:
         raise CheckFailed("a step comes out as if its rows had no adapters")
+
+
+def checked_bench(cfg: Config, rank: int, most: int, context: int, **form: Any) -> EngineSteps:
+    """Build an engine with `most` adapters, which must change its tokens; `form`: of `EngineSteps.of_llama`."""
+    bench = EngineSteps.of_llama(cfg.model, rank, most, context, cfg.hardware.device, **form)
+    adapters = (0,) * most, tuple(range(1, most + 1))
+    check_adapters_matter(bench, [StepShape(most, context, 0, each) for each in adapters])
+    return bench
+
+
+def bytes_moved(
+    model: ModelConf, rank: int, shape: StepShape,
+    fp8_weights: bool = False, fp8_cache: bool = False, fp8_adapters: bool = False,
+) -> int:  # fmt: skip
+    """Bytes that a step must read, without the embedding; in FP8 one per element, and four per row of a matrix."""
+    wide, layers = model.dtype.bytes, model.num_hidden_layers
+    rows = layers * (3 * model.hidden_size + 2 * model.intermediate_size) + model.kv_elements()
+    others = (model.vocab_size + 2 * layers + 1) * model.hidden_size  # head and norms
+    linear = model.backbone_parameters() - model.vocab_size * model.hidden_size - others
+    base = wide * others + (linear + 4 * rows if fp8_weights else wide * linear)
+    cached = shape.decodes * shape.context * model.kv_elements() * (1 if fp8_cache else wide)
+    each = model.lora_parameters(rank)
+    each = each + 4 * (rows + 7 * layers * rank) if fp8_adapters else wide * each
+    return base + cached + each * shape.num_adapters
 
 
 def put(engine: Engine, request: Request, generated: int) -> None:

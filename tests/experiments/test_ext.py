@@ -6,12 +6,12 @@ from fakes import composed, measured, settled
 from tiny import values
 
 from experiments.benches import fp8_operator, mixtures, operators
-from experiments.benches.engine_steps import EngineSteps, StepShape
+from experiments.benches.engine_steps import EngineSteps, StepShape, bytes_moved
 from experiments.benches.training import Training
 from experiments.ext_fp8 import EXPERIMENT as FP8
 from experiments.ext_fp8 import bytes_read
 from experiments.ext_mixtures import EXPERIMENT as MIXTURES
-from experiments.ext_price_of_lora import BASES, EACH, FP8_EACH, NONE, adapters_of_rows, bytes_moved
+from experiments.ext_price_of_lora import BASES, EACH, FP8_EACH, NONE, adapters_of_rows
 from experiments.ext_price_of_lora import EXPERIMENT as PRICE
 from experiments.ext_speculation import ADAPTERS, SYSTEMS
 from experiments.ext_speculation import EXPERIMENT as SPECULATION

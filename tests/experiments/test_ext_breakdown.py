@@ -10,10 +10,9 @@ from fakes import measured, points_of, settled
 from tiny import TINY
 
 from experiments.benches import step_parts
-from experiments.benches.engine_steps import ROOM, EngineSteps, StepShape, check_adapters_matter
+from experiments.benches.engine_steps import ROOM, EngineSteps, StepShape, bytes_moved, check_adapters_matter
 from experiments.benches.step_parts import ATTENTION, BASE, EXPAND, HEAD, REST, SHRINK, SMALL, Kernel
 from experiments.ext_breakdown import EXPERIMENT as BREAKDOWN
-from experiments.ext_price_of_lora import bytes_moved
 from experiments.harness import CheckFailed, ConfigError
 from experiments.harness.schema import REPOSITORY, DType, model_conf
 from experiments.measure import roofline
