@@ -48,7 +48,7 @@ TORCH = ("torch_loop", "torch_gbmm")
 class TablesConf(FigureConf):
     """`tables`: names, or all."""
 
-    tables: list[Literal["A", "ranks", "B", "C", "shapes", "step", "invariant", "all"]] = ["A"]
+    tables: list[Literal[*TABLES, "all"]]  # type: ignore[valid-type]
 
 
 class OperatorTables(Experiment):

@@ -104,7 +104,7 @@ def best_existing(line: Line) -> tuple[str, float] | None:
 
 
 def lines(table: str) -> list[Line]:
-    return TABLES[table]()
+    return TABLES[table][1]()
 
 
 def _decode(rank: int, pattern: str, tokens: int, projection: Projection = UP) -> Operator:
@@ -182,13 +182,13 @@ def _of_shapes(step: bool) -> list[Line]:
     return list(found.values())
 
 
-TABLES: dict[str, Callable[[], list[Line]]] = {
-    "A": _decodes,
-    "ranks": _ranks,
-    "B": _layer,
-    "C": _prefills,
-    "shapes": lambda: _of_shapes(step=False),
-    "step": lambda: _of_shapes(step=True),
-    "invariant": _invariant,
+TABLES: dict[str, tuple[str, Callable[[], list[Line]]]] = {
+    "A": ("A: one decode operator, 4096 -> r -> 11008, r = 16", _decodes),
+    "ranks": ("A, ranks", _ranks),
+    "B": ("B: packed projections of one Llama-2-7B layer, batch 32, r = 16", _layer),
+    "C": ("C: prefill, 4096 -> r -> 4096", _prefills),
+    "shapes": ("Shapes of other models, to which no rule was fitted", lambda: _of_shapes(step=False)),
+    "step": ("The paper's step: one prompt and 31 decode rows of 31 other adapters", lambda: _of_shapes(step=True)),
+    "invariant": ("Price of batch invariance", _invariant),
 }
-"""Name of a table -> its lines."""
+"""Name of a table -> its heading and its lines, in the order of the page."""

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from experiments import ext_expert_tables as experts
-from experiments.benches.operator_lines import HOST, Line, anchors_of, best_existing, lines
+from experiments.benches.operator_lines import HOST, TABLES, Line, anchors_of, best_existing
 from experiments.claims.rows import markdown
 from experiments.measure.records import RowsError
 from experiments.report.machines import OPERATOR_TABLES, Machine
@@ -18,16 +18,6 @@ COMMAND = "`python -m experiments.ext_operator_tables 'figure.tables=[all]'`."
 PREFIXES = {"latency": "", "host_latency": HOST}
 """Metric of a row -> what its column's name begins with."""
 EXPERT_TABLES = "expert tables"
-TITLES = {
-    "A": "A: one decode operator, 4096 -> r -> 11008, r = 16",
-    "ranks": "A, ranks",
-    "B": "B: packed projections of one Llama-2-7B layer, batch 32, r = 16",
-    "C": "C: prefill, 4096 -> r -> 4096",
-    "shapes": "Shapes of other models, to which no rule was fitted",
-    "step": "The paper's step: one prompt and 31 decode rows of 31 other adapters",
-    "invariant": "Price of batch invariance",
-}
-"""Table -> its heading, in the order of the page."""
 LEGEND = "Microseconds per operator, medians. [Operators](../../docs/operators.md#columns) explains the columns."
 EXPERTS = "`python -m experiments.ext_expert_tables`."
 RATIOS = ("punica", "wrapper", "normal shrink")
@@ -42,8 +32,8 @@ def write_operator_tables(machine: Machine, target: Path) -> list[Path]:
     if ours.empty:
         return []
     parts = [GENERATED, "# The LoRA operator against public kernels", "", COMMAND, measured_on(ours), "", LEGEND, ""]
-    for table, title in TITLES.items():
-        found = lines(table)
+    for table, (title, lines) in TABLES.items():
+        found = lines()
         for line in found:
             _fill(line, ours, f"{table}: {line.label}")
         if any(line.us for line in found):
