@@ -66,11 +66,12 @@ class _LoRALinear(torch.autograd.Function):
         ops, weights, batch, _, base, *_ = ctx.call = call
         stored = weights.b.form.stored
         with torch.autocast(x.device.type, enabled=False):
-            y = torch.nn.functional.linear(x, *base) if base else x.new_zeros(x.shape[0], sum(stored.widths))
+            width = sum(stored.widths)
+            y, add = (torch.nn.functional.linear(x, *base), True) if base else _room(x, width, batch)
         dtype = torch.float64 if stored.dtype == torch.float64 else torch.float32
         low = x.new_empty(len(stored.widths), x.shape[0], stored.rank, dtype=dtype)
         _shrink(low, x.to(stored.dtype), weights.a, call)
-        ops.expand(y, low, weights.b, batch)
+        ops.expand(y, low, weights.b, batch, add_inputs=add)
         ctx.save_for_backward(x, low, *tensors)
         return y
 
@@ -98,10 +99,16 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if of_a:
         da = _of_views(ops.gradient(a, dl, x.to(a.form.stored.dtype), batch), slots, 0, tensors)
     if of_x:
-        dx = dy @ base[0] if base else torch.zeros_like(x, memory_format=torch.contiguous_format)
+        dx, add = (dy @ base[0], True) if base else _room(x, x.shape[1], batch)
         for i in range(len(a.tensors)):
-            ops.expand(dx, dl[i : i + 1], a.transposed(i), batch)
+            ops.expand(dx, dl[i : i + 1], a.transposed(i), batch, add_inputs=add or i > 0)
     return dx, None, *da, *db
+
+
+def _room(x: Tensor, width: int, batch: LoRABatch) -> tuple[Tensor, bool]:
+    """Return an output of the LoRA term alone, and whether to add to it: where every row has an adapter, none is read."""
+    idle = bool((batch.rows.present[0] < 0).any())
+    return (x.new_zeros if idle else x.new_empty)(x.shape[0], width), idle
 
 
 def _shrink(low: Tensor, x: Tensor, a: Stack, call: tuple) -> None:
