@@ -18,7 +18,9 @@ from punica.ops.triton_ops.launch import block_at_least, launch_alone, stages_th
 from punica.ops.triton_ops.schedules import Gpu
 from punica.ops.weights import Stack
 
-_TILE_BYTES, _MOST_LANES, _STAGES, _COLUMNS = 1 << 14, 64, 3, (128, 64, 32)  # the most columns that occupy the device
+_MOST_LANES, _STAGES = 64, 5
+_TILES = {128: 128, 64: 128, 32: 256}
+"""Columns of a tile, and rows: chosen are the most columns of which there are programs for all processors."""
 
 
 class OuterShape(NamedTuple):
@@ -73,13 +75,13 @@ def _outer_kernel(
 def outer_products(out: Tensor, low: Tensor, x: Tensor, stack: Stack, batch: LoRABatch) -> None:
     """Write into the zeros of `Stack.gradients`. The grid is that of the step: a captured graph serves it alone."""
     stored, ranks, segments = stack.form.stored, stack.ranks, len(batch.rows.present[0])
-    widths, element = stored.widths, x.element_size()
+    widths = stored.widths
     block_r, wanted = min(_MOST_LANES, block_at_least(stored.rank)), Gpu.of(out.device).multiprocessors
     lanes = triton.cdiv(stored.rank, block_r)
-    grids = {n: (sum(triton.cdiv(width, n) for width in widths), segments, lanes) for n in _COLUMNS}
-    block_n = next((n for n, (blocks, *_) in grids.items() if blocks * segments * lanes >= wanted), _COLUMNS[-1])
-    block_t = _TILE_BYTES // (block_n * element)  # narrow tiles are of more rows, as many bytes are under way
-    stages = stages_that_fit(_STAGES, block_t * (block_n * element + block_r * 4), out.device)
+    grids = {n: (sum(triton.cdiv(width, n) for width in widths), segments, lanes) for n in _TILES}
+    block_n = next((n for n, (blocks, *_) in grids.items() if blocks * segments * lanes >= wanted), 32)
+    block_t = _TILES[block_n]
+    stages = stages_that_fit(_STAGES, block_t * (block_n * x.element_size() + block_r * 4), out.device)
     shape = OuterShape(
         stored.rank, widths, (0, *accumulate(widths[:-1])), len(widths), stack.rank_dim == -2, ranks is not None,
         block_t, block_r, block_n, stages,
