@@ -8,7 +8,8 @@ from matplotlib.ticker import PercentFormatter
 
 from experiments.facts.systems import name_of, policies
 from experiments.plots import style
-from experiments.plots.frames import centre, measured
+from experiments.plots.frames import centre, distinct, measured
+from experiments.workload.traces import TRACE
 
 LATENCIES = {
     "time_to_first_token": "time to first\ntoken (ms)", "time_per_output_token": "time per output\ntoken (ms)",
@@ -22,7 +23,8 @@ HITS = {"slot_hit_rate": ("in a slot", 7), "memory_hit_rate": ("in memory", 2)}
 
 def draw_load(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """A column per popularity; latencies over the offered rate, median (line) to p99 (dashed), and throughput."""
-    note, rows = measured(rows), centre(rows[rows["panel"] != CAPACITY])
+    drawn = centre(rows[rows["panel"] != CAPACITY])
+    words, rows = _words(rows, drawn) + measured(rows), drawn
     workloads, systems = (list(dict.fromkeys(rows[name])) for name in ("workload", "system"))
     width, depth = style.PAGE if len(workloads) > 1 else style.COLUMN, len(LATENCIES)
     figure, axes = style.grid(depth, max(len(workloads), 1), width, 1.15 * depth + 2.4)
@@ -47,10 +49,22 @@ def draw_load(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     for axis, label in zip(axes[:, 0], LATENCIES.values(), strict=True):
         axis.set_ylabel(label)
     handles = [Line2D([], [], label=name_of(system), **style.measured_style(system)) for system in systems]
-    words = "Latency under load, median (solid) to p99 (dashed; p95 of too few requests), and throughput. "
-    words += f"Here, {whose}. " if (whose := policies(systems)) else ""
-    style.finish(figure, words + note, handles, 2)
+    style.finish(figure, words, handles, 2)
     return figure
+
+
+def _words(rows: pd.DataFrame, drawn: pd.DataFrame) -> str:
+    """Word the caption: percentiles, rates of a trace and what its other requests are, policies."""
+    number, whose = drawn["metric"].value_counts(), policies(drawn["system"])
+    few = any(number.get(name, 0) > number.get(f"{name}_p99", 0) for name in [*LATENCIES][:-1])
+    words = f"Latency under load, median (solid) to p99 (dashed{'; p95 of too few requests' * few}), and throughput. "
+    if TRACE in set(drawn["workload"]):
+        loads = sorted({int(panel.split()[1]) for panel in drawn["panel"]})
+        first = ", ".join(distinct(rows[rows["panel"] == CAPACITY], "workload"))
+        words += f"Rates: {' and '.join(map(str, loads))} % of the capacity on {first}, which each repeat found first. "
+        if others := ", ".join(name for name in distinct(drawn, "workload") if name != TRACE):
+            words += f"{others}: {TRACE}'s lengths in random order, as many adapters, Poisson arrivals at its rate. "
+    return words + (f"Here, {whose}. " if whose else "")
 
 
 def draw_many(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
