@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -50,13 +50,6 @@ class TimedStep(NamedTuple):
     tokens: tuple[int, ...]
 
 
-def lora_manager(engine: Engine) -> LoRAModelManager:
-    """The manager of an engine; `TypeError` for one without LoRA."""
-    if engine.manager is None:
-        raise TypeError("the engine has no LoRA: build it with a LoRAConfig")
-    return engine.manager
-
-
 class EngineSteps:
     """An engine with `batch_size` adapters of `rank` in its slots (copies of one), for requests of up to `longest`
     tokens. `switches`: further fields of the `EngineConfig`; `lora`: of the `LoRAConfig`.
@@ -74,7 +67,7 @@ class EngineSteps:
         self._shape: StepShape | None = None
         self._ran: set[StepShape] = set()
         self._ended = 0.0  # the step before, which matters while the device is ahead
-        manager = lora_manager(self.engine)
+        manager = cast(LoRAModelManager, self.engine.manager)
         manager.add_adapter(make_adapter(manager))
         registered = manager.list_adapters()[1]
         for adapter_id in range(1, batch_size + 1):

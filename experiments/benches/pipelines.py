@@ -7,13 +7,12 @@ import gc
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from experiments.benches.engine_steps import lora_manager
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.schema import ModelConf
 from experiments.systems.weights import Limits, Weights
-from punica.adapters import LoRARequest
+from punica.adapters import LoRAModelManager, LoRARequest
 from punica.engine import Engine, Request
 from punica.scheduling import RequestState, SamplingParams
 
@@ -111,7 +110,7 @@ class Pipelines:
             engine = Engine(self._weights.backbone(), lora, config, warm_up=False)
             fields = {"alora_invocation_tokens": list(INVOCATION)} if way.activated else {}
             for adapter in range(1, config.max_batch_size + 1):
-                lora_manager(engine).add_adapter(self._weights.adapter(adapter, **fields))
+                cast(LoRAModelManager, engine.manager).add_adapter(self._weights.adapter(adapter, **fields))
             self._engines[name] = engine
         return self._engines[name]
 
