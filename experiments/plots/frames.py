@@ -100,7 +100,7 @@ def measured(rows: pd.DataFrame, spans: str = "") -> str:
 
 
 def how_often(rows: pd.DataFrame) -> str:
-    """Word the number of repeats per point, from fewest to most; empty where nothing was timed.
+    """Word the number of repeats per point, from fewest to most, and commits if several; empty: nothing was timed.
 
     >>> how_often(pd.DataFrame({"statistic": "median", "repeats": [3, 1], "timer": "host_clock"}))
     'median of 1 to 3 repeats'
@@ -110,9 +110,11 @@ def how_often(rows: pd.DataFrame) -> str:
     if drawn.empty:
         return ""
     repeats = drawn["repeats"] if "repeats" in drawn else pd.Series(1, index=drawn.index)
-    least, most = int(repeats.min()), int(repeats.max())
-    ends = f"{most}" if least == most else f"{least} to {most}"
-    return "one run" if most == 1 else f"median of {ends} repeats"
+    ends = sorted({int(repeats.min()), int(repeats.max())})
+    known = drawn.reindex(columns=["date", "commit"], fill_value="").drop_duplicates().sort_values("date")
+    days = {commit[:8]: str(date)[:10] for date, commit in known.to_numpy()}
+    each = f" each, at commits {' and '.join(f'{one} ({day})' for one, day in days.items())}" if len(days) > 1 else ""
+    return ("one run" if ends == [1] else f"median of {' to '.join(map(str, ends))} repeats") + each
 
 
 def role_of(model: str) -> str:

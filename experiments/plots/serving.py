@@ -122,7 +122,8 @@ def draw_servers(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
         context = mine["seq_len"].dropna()
         axis.set_ylabel(SERVED[mine["metric"].iloc[0]] + "".join(f"\ncontext {size:.0f}" for size in context[:1]))
         group_names(axis, mine)
-    engines = "; ".join(dict.fromkeys(rows["system"] + ": " + rows["engine"]))
+    shown = rows["system"] + (" (" + rows["commit"].str[:8] + ")" if rows["commit"].nunique() > 1 else "")
+    engines = "; ".join(dict.fromkeys(shown + ": " + rows["engine"]))
     style.finish(figure, f"Engines and servers. {measured(rows)} {engines}.", style.patches(systems), 4)
     return figure
 
