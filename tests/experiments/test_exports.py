@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 
 from experiments.exports.flashinfer_bench import write
 
-DENSE, MOE = {"K": 64, "N": 48, "R": 8}, {"K": 48, "N": 32, "R": 4, "E": 4, "J": 2}
+DENSE, MOE = {"K": 64, "N": 48, "R": 8}, {"K": 48, "N": 32, "R": 8, "E": 4, "J": 2}
 
 
 @pytest.mark.slow
-def test_flashinfer_bench_finds_our_solutions_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_bench_finds_solutions_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = pytest.importorskip("flashinfer_bench", reason=".ci/run installs it, without its dependencies")
     from flashinfer_bench.bench.evaluators.default import DefaultEvaluator
     from flashinfer_bench.compile import BuilderRegistry
@@ -27,10 +27,11 @@ def test_flashinfer_bench_finds_our_solutions_right(tmp_path: Path, monkeypatch:
         for trace in found.workloads[name]:
             assert set(trace.workload.axes) == set(definition.var_axes)
             made = DefaultEvaluator.build_baseline(definition, trace.workload, config, "cpu", found.root)
-            (ours,) = (one for one in found.solutions[name] if "punica" in one.name)
-            run = BuilderRegistry.get_instance().build(definition, ours)
-            given = definition, run, made.inputs, made.outputs, config, "", "cpu"
-            assert DefaultEvaluator.check_correctness(*given)[1] is None, trace.workload
+            for one in found.solutions[name]:
+                if "vllm" not in one.spec.dependencies:  # whose kernels need a GPU
+                    run = BuilderRegistry.get_instance().build(definition, one)
+                    given = definition, run, made.inputs, made.outputs, config, "", "cpu"
+                    assert DefaultEvaluator.check_correctness(*given)[1] is None, (one.name, trace.workload)
             assert not torch.equal(made.outputs[0][0], made.inputs[0][0]), "the adapters add nothing"
 
 
