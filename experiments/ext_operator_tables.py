@@ -36,13 +36,10 @@ CALLS_PER_SET, MOST_CALLS, REPLAYS = 25, 200, 15
 """Calls of a graph (at least one per set of inputs), and replays whose median counts."""
 HOST_CLOCK, EAGER = "host_clock", ("punica", "wrapper")
 OPERATOR = ("punica", "wrapper", "wrapper, normal launch", "normal shrink", "no overlap")
-COLUMNS = {
-    "A": (*OPERATOR, "rank table"),
-    "B": (*OPERATOR, "rank table"),
+COLUMNS: dict[str, tuple[str, ...]] = dict.fromkeys("AB", (*OPERATOR, "rank table")) | {
     "invariant": ("punica", "wrapper", "batch invariant", "wrapper, batch invariant"),
 }
 """Table -> its columns, where they are not `OPERATOR`."""
-TORCH = ("torch_loop", "torch_gbmm")
 
 
 class TablesConf(FigureConf):
@@ -70,7 +67,7 @@ class OperatorTables(Experiment):
         for line in lines(table):
             op, columns = line.operator, COLUMNS.get(table, OPERATOR)
             if table == "A" and op.tokens == 64 and line.workload in ("Distinct", "Identical"):
-                columns += TORCH
+                columns += ("torch_loop", "torch_gbmm")
             if cfg.timer.name == HOST_CLOCK:
                 columns = EAGER if table in ("A", "B") else ()
             about: dict[str, Any] = {"batch_size": op.tokens, "rank": op.rank, "workload": line.workload}

@@ -120,7 +120,6 @@ def policies(systems: Iterable[str]) -> str:
     >>> policies(["punica", "continuous_batching"])
     'continuous batching: the policy of vLLM (2023), on this engine without LoRA'
     """
-    here = set(systems)
-    chosen = [one for one in entries() if one.policy and one.name in here]
-    said = [f"{name_of(one.name).partition(',')[0]}: the policy of {one.policy}" for one in chosen]
+    here, policy = set(systems), {one.name: one.policy for one in entries() if one.policy}
+    said = [f"{name_of(name).partition(',')[0]}: the policy of {of}" for name, of in policy.items() if name in here]
     return f"{', '.join(said)}, on this engine without LoRA" if said else ""

@@ -182,15 +182,11 @@ def ensure_writable(folder: str | Path) -> None:
         ) from error
 
 
-def is_duration(metric: str) -> bool:
-    """Check for the name of a time that something takes, which is above zero; a difference of two is none."""
-    return metric.endswith(("latency", "load_time")) and metric not in DIFFERENCES
-
-
 def refuse_impossible(rows: Iterable[Row]) -> None:
     """Raise `ImpossibleRow` for a measured duration that is not above zero, as a placeholder is, or infinite."""
     for row in rows:
-        if row.kind == "measured" and row.statistic != "count" and is_duration(row.metric) and not 0 < row.value < inf:
+        timed = row.metric.endswith(("latency", "load_time")) and row.metric not in DIFFERENCES
+        if timed and row.kind == "measured" and row.statistic != "count" and not 0 < row.value < inf:
             what = f"{row.metric}={row.value} {row.unit} of {row.system or row.panel}, figure {row.figure}"
             rule = "a measured duration must be above 0 and finite; leave out the row of what was not run"
             raise ImpossibleRow(f"{what}: {rule}")

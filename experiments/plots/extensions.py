@@ -162,8 +162,7 @@ def _drawn(
         line[0].set_ylabel(label)
         if any(axis.texts for axis in line):
             style.headroom(line[0], 0.15)
-    handles = style.labelled(axes.T.flat)
-    style.finish(figure, f"{title}. {measured(rows[rows['metric'] != FLOOR])}", handles, 4)
+    style.finish(figure, f"{title}. {measured(rows[rows['metric'] != FLOOR])}", style.labelled(axes.T.flat), 4)
     return figure
 
 

@@ -104,8 +104,7 @@ def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     axes[0, 0].set_ylabel("throughput (token/s)")
     axes[1, 0].set_ylabel("step (ms)")
     handles = [*handles_of(rates, shown), Patch(label="collectives within the step", **COLLECTIVES)]
-    title = "Figure 12: text generation on tensor-parallel ranks"
-    style.finish(figure, words(title, rates, shown), handles, 4)
+    style.finish(figure, words("Figure 12: text generation on tensor-parallel ranks", rates, shown), handles, 4)
     return figure
 
 

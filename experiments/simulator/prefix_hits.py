@@ -1,7 +1,6 @@
 """Hits of a prefix cache on a trace: the library's own cache over prompts one after the other, without a model."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from experiments.workload.traces import TracedRequest
 from punica.scheduling import PrefixCache, PrefixKey
@@ -20,7 +19,10 @@ def hit_rate(prompts: Sequence[TracedRequest], adapters: Sequence[int], capacity
         if count > capacity:
             continue
         key = PrefixKey(count if activated else 0, str(adapter).encode(), "")
-        tokens = partial(_between, blocks)
+
+        def tokens(first: int, end: int, blocks: tuple[int, ...] = blocks) -> tuple[int, ...]:
+            return blocks[first:end]
+
         found = cache.find(tokens, count, key)
         cache.adopt(owner, found, count)
         cache.reserve(owner, count)
@@ -28,7 +30,3 @@ def hit_rate(prompts: Sequence[TracedRequest], adapters: Sequence[int], capacity
         cache.release(owner)
         hits += len(found)
     return hits / max(1, all_blocks)
-
-
-def _between(blocks: tuple[int, ...], first: int, end: int) -> tuple[int, ...]:
-    return blocks[first:end]
