@@ -210,13 +210,9 @@ def put(engine: Engine, request: Request, generated: int) -> None:
 
 
 def clear(engine: Engine) -> None:
-    scheduler = engine.scheduler
-    for state in [*scheduler.running, *scheduler.waiting]:
+    for state in [*engine.scheduler.running, *engine.scheduler.waiting]:
         if not state.has_ended:
             engine.abort_request(state.request_id)
-    for state in list(scheduler.running):
-        if state in scheduler.running:  # the members of an inseparable batch leave together
-            scheduler.remove(state)
     engine.forget_next()
     if engine.runner.model.lm_head.weight.is_cuda:
         torch.cuda.synchronize()  # a step that it had begun is not to be part of what is timed next

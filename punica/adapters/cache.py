@@ -4,7 +4,7 @@ A *registered* adapter is packed, checked and staged in host memory; an *active*
 device; a *pinned* one is never evicted. Room in either place is made by its least recently used unpinned adapter.
 """
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -139,9 +139,7 @@ class AdapterCache:
         return loaded is not None and self._active.pop(loaded) is not None
 
     def prefetch_adapter(self, adapter_id: int) -> CopyHandle:
-        """Run :meth:`activate_adapter` ahead of the step that uses it; return the copy into its slot, beside steps in
-        flight.
-        """
+        """Run :meth:`activate_adapter` ahead of a step; return the copy into the slot, beside steps in flight."""
         loaded = self._require(adapter_id)
         self.activate(loaded)
         return cast(CopyHandle, self._active.peek(loaded))
@@ -167,8 +165,8 @@ class AdapterCache:
         as often, and in its slot when another version supersedes it. ValueError if it is not registered.
         """
         loaded = self._require(adapter_id)
-        loaded.users += 1
         self._held.add(loaded)
+        loaded.users += 1
         return loaded
 
     def release(self, loaded: LoadedAdapter) -> None:
@@ -178,6 +176,12 @@ class AdapterCache:
             self._held.discard(loaded)
             if self._registered.peek(loaded.lora.id) is not loaded:
                 self._active.pop(loaded)
+
+    def count_users(self, held: Sequence[LoadedAdapter | None]) -> None:
+        """Correct the users of each version; ``held``: that of each user."""
+        for loaded in [*self._held]:
+            loaded.users = held.count(loaded) + 1
+            self.release(loaded)
 
     def activate(self, loaded: LoadedAdapter) -> bool:
         """Run :meth:`activate_adapter` for one version, which is registered again unless another took its place."""

@@ -86,12 +86,6 @@ class ClusterPolicy:
         self._arrivals = itertools.count()
 
     @property
-    def queued(self) -> tuple[str, ...]:
-        """Requests without a GPU, the next to be placed first."""
-        queue = [request for _, request in sorted(self._queue, key=lambda entry: entry[0])]
-        return tuple(request.request_id for request in (*self._quarantine.queue, *queue))
-
-    @property
     def num_queued(self) -> int:
         return len(self._queue) + len(self._quarantine.queue)
 

@@ -201,7 +201,8 @@ class RayCluster(Generation, AbstractContextManager["RayCluster"]):
             num_prefill_tokens=sum(step.work.prefill_tokens for step in steps),
         )
         output = ClusterOutput(tokens, (), statistics, (), tuple(steps), tuple(lost), tuple(joined), recomputed)
-        return cast(ClusterOutput, self._with_results(output, map(self.result_of, states + failed)))
+        found, self._kept = self._with_results(output, map(self.result_of, states + failed)), {}
+        return cast(ClusterOutput, found)
 
     def use_rule(self, rule: str) -> None:
         """Schedule by another rule from now on. ValueError for an unknown one, and while runners have work."""

@@ -116,6 +116,7 @@ class Engine(Generation):
             self.scheduler.is_loaded = self._residency.is_loaded
         self._overlap = Overlap(self.runner, self.scheduler, self._residency, config.adapter_index_rule)
         self._next: BegunStep | None = None  # launched already
+        self._is_torn = False  # true while a call changes the requests, and after an error in it
         self.on_step: Callable[[StepLayout, StepOutput], object] | None = None
         self._requests: dict[str, RequestState] = {}  # waiting and running
         self.codec = None if tokenizer is None else TextCodec(tokenizer, config.adapter_templates)
@@ -208,10 +209,14 @@ class Engine(Generation):
     @exclusive
     def abort_request(self, request_id: str) -> GenerationResult:
         """Remove an unfinished request; return its result, with its output so far. ValueError for an unknown id."""
+        if self._is_torn:
+            self._restore()
         if not isinstance(request_id, str) or request_id not in self._requests:
             raise ValueError(f"no unfinished request {clip(request_id)}; unfinished: {clip(sorted(self._requests))}")
+        self._is_torn = True
         request = self._requests.pop(request_id)
         self.scheduler.remove(request)
+        self._is_torn = False
         request.abort()
         return self.result_of(request)
 
@@ -223,46 +228,45 @@ class Engine(Generation):
         one whose logits hold NaN (e.g. by an adapter's huge weights); the head of the queue, if nothing runs and pinned
         adapters leave it no slot.
 
-        After any other error (out of memory, an interrupt) no request has lost anything: those that were joining are
-        requeued at the head, and the next ``step`` continues and returns the results not returned yet. With several
-        tensor-parallel ranks, a rank whose model failed is out of step: each further ``step`` is a RuntimeError there,
-        and the processes have to be restarted.
+        After any other error (out of memory, an interrupt) no request has lost anything: the next ``step`` computes
+        those again that were joining, and returns the results not returned yet. With several tensor-parallel ranks, a
+        rank whose model failed is out of step: it raises RuntimeError from then on, and needs new processes.
         """
         check_in_step()
-        start, upcoming, self._next = time.perf_counter(), self._next, None
+        if self._is_torn:
+            self._restore()
+        start, upcoming, self._next, self._is_torn = time.perf_counter(), self._next, None, True
         pinned = frozenset[int]() if self.manager is None else self.manager.pinned_adapters
         failed: list[RequestState] = []
-        current, following = upcoming, None
-        try:
-            current = None if upcoming is None else self._overlap.take_up(upcoming, failed)
-            current = current or self._overlap.begin(pinned, failed)
-            in_flight = current.in_flight
-            if in_flight is None:
-                idle = StepOutput({}, (), current.statistics(start, {}))
-                return self._with_results(idle, self._results_of(failed))
+        current = (upcoming and self._overlap.take_up(upcoming, failed)) or self._overlap.begin(pinned, failed)
+        in_flight = current.in_flight
+        if in_flight is None:
+            output = self._with_results(StepOutput({}, (), current.statistics(start, {})), self._results_of(failed))
+        else:
             if self.scheduler.waiting:
                 self._overlap.prefetch(pinned)
             following = self._overlap.prepare_next(current, pinned, failed)
-            tokens = in_flight.tokens()
+            tokens, layout = in_flight.tokens(), in_flight.layout
             if self.config.prefix_cache:
-                self._overlap.register(in_flight.layout, tokens.token_ids)
-        except BaseException:
-            self._overlap.drop(current or upcoming, following)
-            self._keep(self._results_of(failed))
-            raise
-        layout, statistics = in_flight.layout, current.statistics(start, {**self.blocks.take_counts(), **tokens.counts})
-        try:
+                self._overlap.register(layout, tokens.token_ids)
+            statistics = current.statistics(start, {**self.blocks.take_counts(), **tokens.counts})
             output = self._deliver(layout, tokens, statistics, failed)
-        except BaseException:  # an interrupt: requests without their token compute it again
-            self.scheduler.retire_finished()
-            self._overlap.drop(None, following)
-            ended = (one for one in layout.requests if one.has_ended and one.request_id in self._requests)
-            self._keep(self._results_of(dict.fromkeys((*failed, *ended))))
-            raise
-        self._next = following
-        if self.on_step is not None:
-            self.on_step(layout, output)
+            self._next = following
+            if self.on_step is not None:
+                self.on_step(layout, output)
+        self._kept, self._is_torn = {}, False  # last: an error before leaves the results to the next step
         return output
+
+    def _restore(self) -> None:
+        """Give each request one place again, wherever an error ended a call: kept result, queue or batch."""
+        self._next = None
+        for request in self._requests.values():
+            request.restore()
+        self._results_of([request for request in self._requests.values() if request.has_ended])
+        self.scheduler.restore(self._requests.values())
+        if self._residency is not None:
+            self._residency.restore(self._requests.values())
+        self._is_torn = False
 
     @property
     def is_ahead(self) -> bool:
@@ -270,9 +274,8 @@ class Engine(Generation):
 
     @exclusive
     def forget_next(self) -> None:
-        """Drop the step that was launched ahead; its requests compute it again."""
-        self._overlap.drop(self._next)
-        self._next = None
+        """Drop the step that was launched ahead; its requests compute it again, and idle ones leave."""
+        self._restore()
 
     @property
     def memory(self) -> EngineMemory:
@@ -310,10 +313,10 @@ class Engine(Generation):
         return seconds
 
     def _results_of(self, ended: Iterable[RequestState]) -> list[GenerationResult]:
-        results = []
-        for request in ended:
-            self._requests.pop(request.request_id, None)
-            results.append(self.result_of(request))
+        results = [self.result_of(request) for request in ended]
+        self._keep(results)
+        for result in results:
+            self._requests.pop(result.request_id, None)
         return results
 
     def _deliver(

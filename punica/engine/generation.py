@@ -139,7 +139,7 @@ class Generation(ABC):
         self._names = map("generate-{}".format, itertools.count())
         self._own: set[str] = set()  # names of the requests of open calls
         self._results: dict[RequestState, GenerationResult | None] = {}  # of the same, once they have ended
-        self._kept: list[GenerationResult] = []  # of requests added one by one, for the next step() to return
+        self._kept: dict[tuple[str, float], GenerationResult] = {}  # of other requests, for the next step()
 
     @abstractmethod
     def add_or_fail(self, request: Request) -> RequestState: ...
@@ -243,20 +243,19 @@ class Generation(ABC):
             self._results.pop(state, None)
 
     def _step_for_all(self) -> None:
-        kept, self._kept = self._kept, []  # not for this step to return
+        kept, self._kept = self._kept, {}  # not for this step to return
         try:
             output = self.step()
             self._keep((*output.finished, *output.failed))
         finally:
-            kept += self._kept
-            self._kept = kept
+            self._kept = kept | self._kept
 
     def _keep(self, results: Iterable[GenerationResult]) -> None:
-        self._kept += [result for result in results if result.request_id not in self._own]
+        self._kept |= {(one.request_id, one.arrival_s): one for one in results if one.request_id not in self._own}
 
     def _with_results(self, output: StepOutput, ended: Iterable[GenerationResult]) -> StepOutput:
         """Return a step's output with the kept results, and those that ``ended`` in it."""
-        results, self._kept = [*self._kept, *ended], []
+        results = (self._kept | {(one.request_id, one.arrival_s): one for one in ended}).values()
         finished, failed = (tuple(one for one in results if (one.error is None) is well) for well in (True, False))
         return replace(output, finished=finished, failed=failed)
 

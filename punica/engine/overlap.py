@@ -67,23 +67,18 @@ class Overlap:
         plan = self._scheduler.schedule(pinned)
         if plan.is_empty and before is None:
             failed += self._fail_unschedulable(pinned)
-        try:
-            plan = self._activate(plan, failed)
-            if plan.prefills and self._scheduler.blocks.is_shared:
-                plan = self._with_keys(plan)
-            slots, uses = None, 0
-            if self._residency is not None:
-                active, uses = self._residency.manager.active_versions(), self._residency.manager.uses
-                slots = {version.key: version.slot for version in active if version.slot is not None}
-            if plan.is_empty:
-                return BegunStep(plan, None, uses, time.perf_counter())
-            layout = lay_out(plan, self._scheduler.blocks, slots, self._index_rule)
-            scheduled = time.perf_counter()
-            in_flight = self._runner.launch(layout, before)
-        except BaseException:
-            self._scheduler.take_back(plan.prefills)
-            raise
-        return BegunStep(plan, in_flight, uses, scheduled)
+        plan = self._activate(plan, failed)
+        if plan.prefills and self._scheduler.blocks.is_shared:
+            plan = self._with_keys(plan)
+        slots, uses = None, 0
+        if self._residency is not None:
+            active, uses = self._residency.manager.active_versions(), self._residency.manager.uses
+            slots = {version.key: version.slot for version in active if version.slot is not None}
+        if plan.is_empty:
+            return BegunStep(plan, None, uses, time.perf_counter())
+        layout = lay_out(plan, self._scheduler.blocks, slots, self._index_rule)
+        scheduled = time.perf_counter()
+        return BegunStep(plan, self._runner.launch(layout, before), uses, scheduled)
 
     def prepare_next(self, current: BegunStep, pinned: Collection[int], failed: list[RequestState]) -> BegunStep | None:
         """Launch the step after ``current``; ``None`` if it has to wait for the tokens of that.
@@ -126,20 +121,9 @@ class Overlap:
         """
         plan, residency = step.plan.only(self._scheduler.running), self._residency
         if plan.is_empty or step.adapter_uses != (0 if residency is None else residency.manager.uses):
-            self.drop(step)
+            self._scheduler.take_back(step.plan.prefills)
             return None
         return step._replace(plan=self._activate(plan, failed), scheduled_s=time.perf_counter())
-
-    def drop(self, first: BegunStep | None, later: BegunStep | None = None) -> None:
-        """Queue the requests again that would have joined in two steps, in order, or left with the first.
-
-        A prompt that earlier steps began keeps their rows.
-        """
-        if later is not None:
-            self._scheduler.take_back(later.plan.prefills)
-        self._scheduler.take_back(dict.fromkeys(self._scheduler.leaving, (0, 0)))
-        if first is not None:
-            self._scheduler.take_back(first.plan.prefills)
 
     def register(self, layout: StepLayout, tokens: Sequence[int]) -> None:
         """Register the blocks that a step has filled in a prefix cache, before requests leave with it.

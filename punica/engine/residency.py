@@ -22,9 +22,7 @@ from punica.scheduling import Mixture, PrefixKey, RequestState, adapters_of
 from punica.threads import compute_alone
 
 READERS = 4
-"""Threads that read folders, and most adapters that are read ahead of the turn of their request, in host memory beside
-those that are registered.
-"""
+"""Threads that read folders, and most adapters read ahead of their requests: in host memory beside registered ones."""
 _MIXED = "mixtures take plain LoRA of linear layers and head, in 16 or 32 bits and not fully sharded"
 _MOST_READ_AHEAD = 64  # waiting requests whose adapters are looked for
 
@@ -64,9 +62,7 @@ class FolderReaders:
         return self._pool.submit(load)
 
     def find(self, request_id: str, adapter: LoRARequest) -> Future[LoRAModel] | None:
-        """Return the reading that the request waits for, or another one for the same adapter, unless that failed: its
-        folder may have been repaired since.
-        """
+        """Return the reading of a request, or another of its adapter unless that failed: the folder may be repaired."""
         if request_id in self.readings:
             return self.readings[request_id]
         reading = self._latest.get((adapter.lora_int_id, adapter.source))
@@ -180,6 +176,13 @@ class AdapterResidency:
             weights, request.weights = request.weights, None
             self.manager.release(weights)
 
+    def restore(self, unfinished: Iterable[RequestState]) -> None:
+        """Release what others than ``unfinished`` requests hold, after an error anywhere."""
+        known = {part: part.weights for request in unfinished for part in request.parts}
+        for request in [one for users in self._users.values() for one in users.values() if one not in known]:
+            self.release(request)
+        self.manager.count_users([*known.values()])
+
     def activate(self, request: RequestState) -> None:
         """Make the adapter of a request active: its own version if it has begun, else the newest, loaded if need be.
 
@@ -197,9 +200,10 @@ class AdapterResidency:
             return  # the plain backbone
         self._make_active(request, request.adapter)
         if request.weights is None:
-            request.weights = self.manager.hold(request.adapter_id)
-            request.activation = _activation_of(request, request.weights.lora)
+            weights = self.manager.hold(request.adapter_id)
+            request.activation = _activation_of(request, weights.lora)
             self._leave_queue(request)
+            request.weights = weights  # last: before, it has not begun
 
     def prefetch(self, request: RequestState) -> None:
         """Make the adapter of a waiting request active, beside a running step; tried once for each.
@@ -259,8 +263,7 @@ class AdapterResidency:
         return held is not None and held.slot is not None and not self._awaits_reload(request.adapter_id)
 
     def is_loaded(self, request: RequestState) -> bool:
-        """Tell if a waiting request can join without delaying others by reading its folder; if not, begin to read it
-        and the next ones.
+        """Tell if a request can join without delaying others by reading its folder; if not, read it and the next ones.
 
         A folder that cannot be read counts as loaded: the error belongs to the step in which the request joins.
         """

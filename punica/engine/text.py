@@ -197,18 +197,20 @@ class GrowingText:
         self, codec: TextCodec, stop: Sequence[str] = (), *, keeps_special: bool = False, min_tokens: int = 0,
         prompt_token_ids: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        self.stopped = False
         self._codec, self._stop, self._keeps_special = codec, stop, keeps_special
-        self._min_tokens, self._num_tokens = min_tokens, 0
-        self._longest = max((len(one) for one in stop), default=1)
-        self._text = ""  # with the hidden parts: special tokens that may be in a stop string
-        self._hidden: list[tuple[int, int]] = []
+        self._min_tokens, self._prompt_token_ids = min_tokens, prompt_token_ids
         self._specials = {} if keeps_special else codec.special_texts
         self._is_searched = any(text in one for one in stop for text in self._specials.values())
-        self._prompt_token_ids, self._has_begun = prompt_token_ids, False
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all tokens."""
+        self.stopped = self._has_begun = False
+        self._longest = max((len(one) for one in self._stop), default=1)
+        self._text = ""  # with the hidden parts: special tokens that may be in a stop string
+        self._hidden: list[tuple[int, int]] = []
         self._ids: list[int] = []  # the first num_context are in the text, as known: context of the next
-        self._num_context, self._known = 0, ""
-        self._num_taken = 0
+        self._num_tokens, self._num_taken, self._num_context, self._known = 0, 0, 0, ""
 
     @property
     def settled(self) -> str:

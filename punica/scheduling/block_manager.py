@@ -8,7 +8,8 @@ if that is free. A new owner starts in the middle of the largest gap: it and its
 """
 
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, ClassVar
 
 from punica.checks import check_count
@@ -44,9 +45,6 @@ class BlockManager:
         """Return the blocks of an owner, if any: token ``i`` is in ``block_table[i // block_size]``."""
         return tuple(self._tables.get(owner, ()))
 
-    def owners(self) -> tuple[Hashable, ...]:
-        return tuple(self._tables)
-
     def missing(self, owner: Hashable, num_tokens: int) -> int:
         return max(0, self.blocks_for(num_tokens) - len(self._tables.get(owner, ())))
 
@@ -72,6 +70,14 @@ class BlockManager:
         for block in table:
             self._used[block] = 0
         self.num_free += len(table)
+
+    def restore(self, owners: Collection[Hashable]) -> Counter[int]:
+        """Free all blocks but those of ``owners``, after an error anywhere; return how many own each."""
+        self._tables = {owner: self._tables[owner] for owner in owners}
+        counts = Counter(block for table in self._tables.values() for block in table)
+        self._used = bytearray(block in counts for block in range(self.num_blocks))
+        self.num_free = self.num_blocks - len(counts)
+        return counts
 
     def find(self, tokens: Tokens, most: int, key: Any) -> list[int]:
         """Return the registered blocks of a request's first tokens, at most ``most`` of them."""

@@ -11,7 +11,7 @@ was free longest is evicted first, and of one request the last block before the 
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from punica.scheduling.block_manager import BlockManager, Tokens
@@ -121,6 +121,17 @@ class PrefixCache(BlockManager):
                 self._idle[block] = None
             else:
                 self._used[block] = 0
+
+    def restore(self, owners: Collection[Hashable]) -> Counter[int]:
+        counts = super().restore(owners)
+        self._owners = [counts[block] for block in range(self.num_blocks)]
+        self._chains = {owner: self._chains[owner] for owner in owners}
+        self._entries = {registered.entry: block for block, registered in self._registered.items()}
+        self._idle = OrderedDict.fromkeys(block for block in (*self._idle, *self._registered) if not counts[block])
+        for block in self._idle:
+            self._used[block] = 1
+        self._search = None, []
+        return counts
 
     def take_counts(self) -> dict[str, int]:
         counts, self._counts = self._counts, Counter[str]()

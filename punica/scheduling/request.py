@@ -123,6 +123,7 @@ class RequestState:
         preemptions: number of preemptions for want of blocks or slots.
         overtaken: number of later requests that joined while it waited.
         computed: number of its tokens that its prefill has computed, launched steps included; 0 while it waits.
+        is_cached: the blocks hold all its tokens but the last: one was appended since it joined.
         hit: the first of these, which it took from the prefix cache.
         activation: the first token computed with its adapter; ``None``: none is.
         may_draft: false once a step with its drafts held NaN, which may have been of a draft.
@@ -146,8 +147,9 @@ class RequestState:
         self.params = params = as_sampling_params(request.params)
         self.end_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
         self.output_token_ids: list[int] = []
-        self.is_ahead = self.reloads = False
+        self.is_ahead = self.reloads = self.is_cached = False
         self.logprobs: list[dict[int, float]] = []
+        self._num_whole = 0, 0  # tokens and entries of these lists that were appended without an error
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
@@ -168,9 +170,7 @@ class RequestState:
 
     @property
     def weights_key(self) -> Hashable:
-        """Identity of the adapter weights it needs: two requests share a slot if theirs are equal; 0 for none, a tuple
-        for a mixture.
-        """
+        """Identity of the adapter weights it needs, by which requests share slots; 0: none; a tuple: a mixture's."""
         if self.mixed:
             return tuple(part.weights_key for part in self.mixed)
         if self.weights is None:
@@ -233,9 +233,8 @@ class RequestState:
     def resume(self, generated: Sequence[int]) -> None:
         """Start with tokens generated elsewhere, as after a preemption."""
         self.output_token_ids.extend(generated)
-        if self.text is not None:
-            for token_id in generated:
-                self.text.append(token_id)
+        self._num_whole = len(generated), 0
+        self.restore()
 
     def append(self, token_id: int, logprobs: dict[int, float] | None = None) -> None:
         """Append the next generated token, and finish the request if it is the last one."""
@@ -243,14 +242,14 @@ class RequestState:
             self.logprobs.append(logprobs)
         self.output_token_ids.append(token_id)
         self.last_token_s = time.perf_counter()
-        if self.first_token_s is None:
-            self.first_token_s = self.last_token_s
+        self.first_token_s = self.first_token_s or self.last_token_s
         ends = token_id in self.end_token_ids
         if not ends and self.text is not None:
             self.text.append(token_id)
             ends = self.text.stopped
         if ends or self.is_complete:
             self.status, self.finish_reason = RequestStatus.FINISHED, "stop" if ends else "length"
+        self.is_cached, self._num_whole = True, (len(self.output_token_ids), len(self.logprobs))
 
     def accept(self, further: Iterable[tuple[int, dict[int, float] | None]], earlier: list[int]) -> None:
         """Append the tokens after the one that was appended last, with their log-probabilities, until it ends.
@@ -262,6 +261,16 @@ class RequestState:
                 break
             earlier.append(self.output_token_ids[-1])
             self.append(token_id, logprobs)
+
+    def restore(self) -> None:
+        """Take back a token that was being computed or appended when an error ended a step; it comes again."""
+        self.is_ahead = False
+        if not self.has_ended:
+            tokens, logprobs = self._num_whole
+            del self.output_token_ids[tokens:], self.logprobs[logprobs:]
+        if self.text is not None and self.error is None:
+            self.text.begin()
+            self.text.take(self.text_token_ids, is_last=False)
 
     def fail(self, error: str) -> None:
         self.status, self.finish_reason, self.error = RequestStatus.FAILED, "failed", error

@@ -21,10 +21,9 @@ class StepPlan:
     """Requests of one model invocation.
 
     ``prefills`` compute their tokens ``[first, end)``: what is before these is cached, what is behind is left to later
-    steps. ``decodes`` compute one token each. ``idle`` are finished requests of an inseparable
-    batch: each costs a decode row, whose output is discarded. ``preempted`` left the batch in this step,
-    for want of blocks or of a slot pinned for another adapter. ``drafts``: perhaps the next tokens of some ``decodes``,
-    which compute these too.
+    steps. ``decodes`` compute one token each. ``idle`` are finished requests of an inseparable batch: each costs a
+    decode row, whose output is discarded. ``preempted`` left the batch in this step, for want of blocks or of a slot
+    pinned for another adapter. ``drafts``: perhaps the next tokens of some ``decodes``, which compute these too.
     """
 
     prefills: dict[RequestState, tuple[int, int]]
@@ -89,6 +88,7 @@ class Scheduler:
     draft: Callable[[RequestState, int], Sequence[int]] = field(default_factory=lambda: look_up, init=False)
 
     def add(self, request: RequestState) -> None:
+        request.computed, request.hit, request.is_cached, request.status = 0, 0, False, RequestStatus.WAITING
         self.waiting.append(request)
 
     def schedule(self, pinned: Collection[int] = ()) -> StepPlan:
@@ -116,16 +116,12 @@ class Scheduler:
             end = self._end_of_piece(partial, partial.computed, left)
             rows = self._take_piece(partial, partial.computed, end, prefills)
             num_rows, left = num_rows - 1 + rows, left - rows
-        try:
-            if self.waiting:
-                self._admit(num_rows, pinned, prefills, left)
-            drafts = {}
-            if self.most_drafts:
-                num_rows = len(self.running) - len(prefills) + sum(end - first for first, end in prefills.values())
-                drafts = self._drafts(decoding, self.max_tokens - num_rows)
-        except BaseException:  # e.g. an interrupt while a hook reads or hashes an adapter, or drafts
-            self.take_back(prefills)
-            raise
+        if self.waiting:
+            self._admit(num_rows, pinned, prefills, left)
+        drafts = {}
+        if self.most_drafts:
+            num_rows = len(self.running) - len(prefills) + sum(end - first for first, end in prefills.values())
+            drafts = self._drafts(decoding, self.max_tokens - num_rows)
         return StepPlan(prefills, decoding, idle, tuple(preempted), drafts)
 
     def most_drafts_of(self, request: RequestState) -> int:
@@ -139,8 +135,17 @@ class Scheduler:
         for request, (first, _) in reversed(prefills.items()):
             if request in self.running and first > request.hit:
                 request.computed, self.partial = first, request
-            elif request in self.running or request in self.leaving:
+            elif request in self.running:
                 self.requeue(request)
+
+    def restore(self, unfinished: Collection[RequestState]) -> None:
+        """Make queue, batch and blocks whole after an error anywhere; all but the cached are queued again, in order."""
+        self.running = [request for request in self.running if request.is_cached and request in unfinished]
+        self.leaving, self.partial, self.waiting = [], None, deque()
+        for request in unfinished:
+            if request not in self.running:
+                self.add(request)
+        self.blocks.restore([request.request_id for request in self.running])
 
     def leave(self, request: RequestState) -> None:
         """Free place and blocks of a request whose last token is being computed, until it is retired or requeued.
@@ -179,9 +184,8 @@ class Scheduler:
 
     def requeue(self, request: RequestState) -> None:
         self._drop(request)
-        request.computed = request.hit = 0
-        request.status = RequestStatus.WAITING
-        self.waiting.appendleft(request)
+        self.add(request)
+        self.waiting.rotate(1)
 
     def remove(self, request: RequestState) -> None:
         """Remove a request for good: from the queue, or from the batch, running or finished."""
@@ -302,8 +306,7 @@ class Scheduler:
         return end - first
 
     def _may_start(self, candidate: RequestState, hit: Sequence[int], num_tokens: int) -> bool:
-        """Check for files of its adapter, and for blocks; in a batch one spare per request, else it is preempted soon.
-        """
+        """Check for files of its adapter, and for blocks: in a batch one spare per request, or it is preempted soon."""
         whole = self.rule.inseparable
         spare = len(self.running) + 1 if self.running and not whole else 0
         if self.blocks.blocks_for(num_tokens) - self.blocks.num_owned(hit) + spare > self.blocks.num_free:

@@ -8,6 +8,7 @@ import pytest
 
 import experiments.simulator  # noqa: F401  # rules of other systems
 from punica.cluster import SCHEDULING_RULES, ClusterPolicy
+from tests.cluster.test_policy import queued
 
 BATCH, PAGE = 4, 4
 PAGES = (12, 10, 7)
@@ -190,9 +191,9 @@ class World:
 
     def check(self) -> None:
         assert set(self.policy.requests) == set(self.home)
-        assert set(self.policy.queued) == {name for name, home in self.home.items() if home is None}
+        assert set(queued(self.policy)) == {name for name, home in self.home.items() if home is None}
         alone, waiting = self.queued()
-        assert self.policy.queued == (*alone, *waiting)
+        assert queued(self.policy) == (*alone, *waiting)
         on_gpus = [name for gpu in self.policy.gpus.values() for name in gpu.members]
         assert len(on_gpus) == len(set(on_gpus))
         for uuid, gpu in self.policy.gpus.items():

@@ -21,7 +21,7 @@ def state(engine: Engine) -> tuple:
     manager, blocks, scheduler = engine.manager, engine.blocks, engine.scheduler
     return (
         manager.list_adapters(), list(manager.lora_index_to_id), manager.pinned_adapters, blocks.num_free,
-        blocks.owners(), list(scheduler.waiting), list(scheduler.running), engine.has_unfinished(), engine.is_ahead,
+        [*blocks._tables], [*scheduler.waiting], [*scheduler.running], engine.has_unfinished(), engine.is_ahead,
         [sorted(layer.filled_slots) for layer in manager.modules.values() if layer.skips_when_empty],
         [slots.abs().sum().item() for layer in manager.modules.values() for slots in layer.lora_b_stacked],
     )  # fmt: skip

@@ -123,7 +123,7 @@ def test_requests_that_come_and_go_leave_nothing(backbone) -> None:
         if step % 100 == 0:
             memory.append(torch.cuda.memory_allocated())
     assert ended == 2000
-    assert not engine.blocks.owners()
+    assert not engine.blocks._tables
     assert engine.blocks.num_free == engine.blocks.num_blocks
     assert len(engine.manager) <= engine.manager.lora_slots
     assert max(memory[len(memory) // 2 :]) <= max(memory[: len(memory) // 2])

@@ -1,10 +1,16 @@
 """Random runs of engines with all that they can do, and one request at a time without: equal results.
 
 Chunks, prefix cache, drafts, steps ahead; few blocks and slots; stops, samples and adjusted scores; mixtures and
-activated adapters; requests that leave, steps that fail or are dropped, pins and adapters that are loaded meanwhile.
+activated adapters; requests that leave, steps that fail or are dropped, pins and adapters that are loaded meanwhile;
+interrupts at random lines.
 """
 
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from random import Random
+from types import FrameType
 
 import pytest
 
@@ -129,7 +135,11 @@ def disturb(world: Backbone, engine: Engine, chance: Random) -> None:
 
 def check_state(engine: Engine) -> None:
     """Check that blocks are counted as they are owned, that none is shared that is being computed, and pins."""
-    tables = [engine.blocks.block_table(owner) for owner in engine.blocks.owners()]
+    tables = [engine.blocks.block_table(owner) for owner in engine.blocks._tables]
+    scheduler = engine.scheduler
+    assert engine.blocks._tables.keys() <= {one.request_id for one in (*scheduler.running, *scheduler.leaving)}
+    places = [*scheduler.waiting, *scheduler.running, *scheduler.leaving]
+    assert all(places.count(request) == 1 for request in engine._requests.values())
     assert engine.blocks.num_free == engine.blocks.num_blocks - len({block for table in tables for block in table})
     assert engine.manager.pinned_adapters <= {*engine.manager.lora_index_to_id}
     if engine.blocks.is_shared:
@@ -153,10 +163,14 @@ def check_results(engine: Engine, plain: Engine, states: list[RequestState], exp
             assert one == pytest.approx(other, abs=1e-3)
 
 
-@pytest.mark.parametrize("seed", [*range(30), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(30, 200))])
-def test_random_runs(world, plain: Engine, monkeypatch, seed: int) -> None:
-    chance, states, expected, known, seen = Random(seed), [], {}, {}, {}
-    monkeypatch.setattr(ModelRunner, "works_ahead", chance.random() < 0.6)
+def seeds(fast: int, slow: int) -> pytest.MarkDecorator:
+    rest = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(fast, slow))
+    return pytest.mark.parametrize("seed", [*range(fast), *rest])
+
+
+def run(world: Backbone, plain: Engine, chance: Random, step: Callable[[Engine], object]) -> list[RequestState]:
+    """Serve random requests by ``step`` on a random engine; check it after each step, and all results."""
+    states, expected, known = [], {}, {}
     engine = random_engine(world, chance)
     engine.scheduler.draft = drafts_of(known, chance.choice((0.0, 0.7, 1.0)), chance, chance.choice((0.2, 1.0)))
     while len(states) < 10 or engine.has_unfinished():
@@ -166,12 +180,74 @@ def test_random_runs(world, plain: Engine, monkeypatch, seed: int) -> None:
             expected[request.request_id], known[request.request_id] = result, result.token_ids
             states.append(engine.add_request(request))
         disturb(world, engine, chance)
-        output = step_or_fail(engine, chance, monkeypatch)
-        for name, token in ({} if output is None else output.tokens).items():
-            seen.setdefault(name, []).extend((*output.earlier.get(name, ()), token))
+        step(engine)
         check_state(engine)
         spoil(engine)
     check_results(engine, plain, states, expected)
-    assert seen == {state.request_id: state.output_token_ids for state in states if state.output_token_ids}
     assert engine.blocks.num_free == engine.blocks.num_blocks
     assert engine.scheduler.partial is None
+    assert [*engine.manager._held, *engine._residency._users, *engine._residency._waiting] == []
+    return states
+
+
+@seeds(30, 200)
+def test_random_runs(world, plain: Engine, monkeypatch, seed: int) -> None:
+    chance, seen = Random(seed), {}
+    monkeypatch.setattr(ModelRunner, "works_ahead", chance.random() < 0.6)
+
+    def step(engine: Engine) -> None:
+        output = step_or_fail(engine, chance, monkeypatch)
+        for name, token in ({} if output is None else output.tokens).items():
+            seen.setdefault(name, []).extend((*output.earlier.get(name, ()), token))
+        if output is None:
+            engine.forget_next()
+
+    states = run(world, plain, chance, step)
+    assert seen == {state.request_id: state.output_token_ids for state in states if state.output_token_ids}
+
+
+@contextmanager
+def interrupted(engine: Engine, line: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt before that line of the rooms engine and scheduling, if a call of the engine gets so far.
+
+    None in the lock of the engine, nor before the call has begun to change anything or after it has its result.
+    """
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable | None:
+        nonlocal line
+        room = frame.f_globals["__name__"].startswith(("punica.engine", "punica.scheduling"))
+        if not room or frame.f_code.co_qualname.startswith("Turns."):
+            return None
+        line -= event == "line" and engine._is_torn
+        if line == 0:
+            line = -1
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@seeds(6, 300)
+def test_interrupted_runs(world, plain: Engine, monkeypatch, seed: int) -> None:
+    """Each request is reported once, with the tokens of an undisturbed run; check_state looks for lost blocks."""
+    chance, reported = Random(seed), Counter()
+    monkeypatch.setattr(ModelRunner, "works_ahead", chance.random() < 0.6)
+
+    def step(engine: Engine, chances: tuple[float, ...] = (0.2, 0.5, 0.0)) -> None:
+        """Make a step that may be interrupted, as may be the next call, which mends what is left of it."""
+        call = engine.step if chances[0] == 0.2 or chance.random() < 0.5 else engine.forget_next
+        try:
+            with interrupted(engine, int(10 ** chance.uniform(0, 3.3)) if chance.random() < chances[0] else -1):
+                output = call()
+        except KeyboardInterrupt:
+            step(engine, chances[1:])
+        else:
+            reported.update(one.request_id for one in ((*output.finished, *output.failed) if output else ()))
+
+    states = run(world, plain, chance, step)
+    assert reported == Counter(state.request_id for state in states if state.status is not RequestStatus.ABORTED)

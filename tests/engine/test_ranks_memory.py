@@ -76,8 +76,9 @@ def serves(model: LlamaForCausalLM, adapters: dict[int, LoRARequest], is_poor: b
 
     with patch.object(writer, "write", fails) if is_poor else nullcontext():
         found["writing a slot"] = outcome(engine.step)
+    engine.forget_next()
     registered = sorted(manager.list_adapters())
-    found["state"] = [manager.lora_index_to_id, sorted(engine.blocks.owners()), registered, hit.status.name]
+    found["state"] = [manager.lora_index_to_id, sorted(engine.blocks._tables), registered, hit.status.name]
     with patch.object(writer, "stage", fails) if is_poor else nullcontext():
         found["registering"] = outcome(lambda: manager.add_adapter(random_adapter(9, model.config, 4, 0)))
     finish(engine)

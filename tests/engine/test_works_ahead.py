@@ -113,6 +113,7 @@ def test_a_step_that_fails_loses_no_request_that_joins_or_ends_with_it(backbone,
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert not engine.is_ahead
+    engine.forget_next()
     assert not engine.scheduler.leaving
     waiting = [request.request_id for request in engine.scheduler.waiting]
     assert waiting == ["a", "c", "d"][fails_in == "second append" :]

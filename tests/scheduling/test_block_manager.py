@@ -17,7 +17,7 @@ def test_reserve_grows_by_whole_blocks_or_changes_nothing() -> None:
     assert manager.reserve("a", 17)
     for owner, tokens in (("b", 33), ("a", 65)):
         assert not manager.reserve(owner, tokens)
-        assert (manager.block_table("a"), manager.owners(), manager.num_free) == ((0, 1), ("a",), 2)
+        assert (manager.block_table("a"), manager.block_table("b"), manager.num_free) == ((0, 1), (), 2)
     assert manager.reserve("b", 32)
 
 

@@ -43,7 +43,7 @@ def advance(scheduler: Scheduler) -> StepPlan:
 
 
 def check_invariants(scheduler: Scheduler) -> None:
-    assert set(scheduler.blocks.owners()) == {request.request_id for request in scheduler.running}
+    assert scheduler.blocks._tables.keys() == {request.request_id for request in scheduler.running}
     assert not {id(r) for r in scheduler.running} & {id(r) for r in scheduler.waiting}
     assert all(request.status is RequestStatus.WAITING for request in scheduler.waiting)
 
