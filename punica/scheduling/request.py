@@ -149,7 +149,7 @@ class RequestState:
         self.output_token_ids: list[int] = []
         self.is_ahead = self.reloads = self.is_cached = False
         self.logprobs: list[dict[int, float]] = []
-        self._num_whole = 0, 0  # tokens and entries of these lists that were appended without an error
+        self._num_whole = self._num_resumed = 0  # tokens that came without an error, those of `resume` included
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
@@ -233,7 +233,7 @@ class RequestState:
     def resume(self, generated: Sequence[int]) -> None:
         """Start with tokens generated elsewhere, as after a preemption."""
         self.output_token_ids.extend(generated)
-        self._num_whole = len(generated), 0
+        self._num_whole = self._num_resumed = len(generated)
         self.restore()
 
     def append(self, token_id: int, logprobs: dict[int, float] | None = None) -> None:
@@ -249,7 +249,8 @@ class RequestState:
             ends = self.text.stopped
         if ends or self.is_complete:
             self.status, self.finish_reason = RequestStatus.FINISHED, "stop" if ends else "length"
-        self.is_cached, self._num_whole = True, (len(self.output_token_ids), len(self.logprobs))
+        self._num_whole += 1
+        self.is_cached = True
 
     def accept(self, further: Iterable[tuple[int, dict[int, float] | None]], earlier: list[int]) -> None:
         """Append the tokens after the one that was appended last, with their log-probabilities, until it ends.
@@ -266,8 +267,7 @@ class RequestState:
         """Take back a token that was being computed or appended when an error ended a step; it comes again."""
         self.is_ahead = False
         if not self.has_ended:
-            tokens, logprobs = self._num_whole
-            del self.output_token_ids[tokens:], self.logprobs[logprobs:]
+            del self.output_token_ids[self._num_whole :], self.logprobs[self._num_whole - self._num_resumed :]
         if self.text is not None and self.error is None:
             self.text.begin()
             self.text.take(self.text_token_ids, is_last=False)

@@ -88,7 +88,7 @@ class Scheduler:
     draft: Callable[[RequestState, int], Sequence[int]] = field(default_factory=lambda: look_up, init=False)
 
     def add(self, request: RequestState) -> None:
-        request.computed, request.hit, request.is_cached, request.status = 0, 0, False, RequestStatus.WAITING
+        request.computed, request.is_cached, request.status = 0, False, RequestStatus.WAITING
         self.waiting.append(request)
 
     def schedule(self, pinned: Collection[int] = ()) -> StepPlan:
