@@ -90,27 +90,19 @@ def choose_form(
 
 
 def choose_tiles(weight: WeightForm, tokens: int, dtype: torch.dtype, processors: int) -> TilesForm:
-    """Choose the schedule of the tiles kernel; bits follow block_k and split_k, which tokens do not change.
-
-    Splits of 16 bits are the fewest that keep processors busy: over 18 shapes of five models 4 % less time at 32 rows
-    than with two programs for each, 17 % less at 64 (H200). FP8 is converted while another program loads. Per byte of
-    FP8 x is read twice as often, from L2: those tiles are larger, as are those of over 32 rows that take turns.
+    """Choose the schedule of the tiles kernel; bits follow block_k and split_k, which tokens do not change. Per byte of
+    FP8 x is read twice as often, from L2: those tiles are larger. Of more than 32 rows two programs fit a processor
+    with three stages, one with four.
     """
     n, k, *_ = weight
     words, many = weight.in_pairs(dtype), triton.cdiv(n, 128) >= processors
     least = block_at_least(k, 32 if words else 16)  # operands are halves of a block of words
     block_k = min(32 if dtype == torch.float32 else 256 if words and not many else 128, least)
-    tiles = triton.cdiv(n, 64)
-    most = max(1, min(2 * processors // tiles, triton.cdiv(k, 4 * block_k), 8))  # programs, none of them idle
-    split_k = most if weight.format else max(range(1, most + 1), key=lambda split: _busy(tiles * split, processors))
-    block_n, stages, warps = 64, 4, 4
+    wanted, most = 2 * processors // triton.cdiv(n, 64), triton.cdiv(k, 4 * block_k)  # enough programs, none idle
+    split_k = max(1, min(wanted, most, 8))
+    block_n, stages, warps = 64, 4 if tokens <= 32 else 3, 4
     if words and many:
         block_n = 128
-    elif tokens > 32 and (words or tiles * split_k > processors):
-        block_n, stages, warps = 128, 3 if words else 4, 8
+    elif words and tokens > 32:
+        block_n, stages, warps = 128, 3, 8
     return TilesForm(block_at_least(tokens), block_n, block_k, split_k, stages, warps, block_k)
-
-
-def _busy(programs: int, processors: int) -> float:
-    """Return the share of processors at work, over the turns that so many programs take."""
-    return programs / triton.cdiv(programs, processors) / processors

@@ -284,7 +284,7 @@ def _tile(size: int, itemsize: int, most_rows: int | None) -> tuple[int, int, in
     if itemsize > 2:
         return 32, 16, 2, 4
     if most_rows is not None and most_rows <= FEW_ROWS:
-        return FEW_ROWS, 64 if size > 128 else 128, 2, 4
+        return FEW_ROWS, 32 if size > 128 else 64, 3, 4
     return (128, 32, 2, 8) if size > 128 else (64, 64, 3, 4)
 
 
