@@ -118,11 +118,11 @@ def test_no_rows_and_no_prompts(device: str) -> None:
         (dict.fromkeys("kv", torch.randn(4, 0, 64)), ValueError, "multiple"),
     ],
 )  # fmt: skip
-def test_illegal_operands(changed: dict, error: type[Exception], words: str) -> None:
-    q, k, v = torch.randn(4, 6, 64).split(2, dim=1)
-    given = {"out": torch.empty(4, 2, 64), "q": q, "k": k, "v": v, "starts": torch.tensor([0, 4], dtype=torch.int32)}
+def test_illegal_operands(device: str, changed: dict, error: type[Exception], words: str) -> None:
+    q, k, v = torch.randn(4, 6, 64, device=device).split(2, dim=1)
+    given = {"out": torch.empty(4, 2, 64), "starts": torch.tensor([0, 4], dtype=torch.int32)} | changed
     with pytest.raises(error, match=words):
-        prompt_attention(**given | changed)
+        prompt_attention(**{"q": q, "k": k, "v": v} | {name: one.to(device) for name, one in given.items()})
 
 
 @dataclass(frozen=True)
