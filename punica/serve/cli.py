@@ -25,9 +25,17 @@ RUNNER_BATCH = 32
 _EPILOG = "Arguments may stand in a file, one per line: python -m punica.serve CHECKPOINT @arguments.txt (for keys)."
 
 
+_NOT_TEXT = "a file of arguments (@FILE) must be text, one argument a line"
+
+
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see --help\n")
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        if "\0" in arg_line:  # bytes of a locale without UTF-8 are no error before
+            self.error(_NOT_TEXT)
+        return [arg_line]
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -113,7 +121,7 @@ def parse(arguments: Sequence[str] | None = None) -> Namespace:
         options.keys = Keys(options.api_key, dict(options.adapter_key))
         options.roots, options.sizes = allowed_roots(options.allow_folder), _sizes(options)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
-        made.error(str(error))
+        made.error(_NOT_TEXT if isinstance(error, UnicodeDecodeError) else str(error))
     return options
 
 

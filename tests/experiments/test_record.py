@@ -117,7 +117,7 @@ try:
 finally:
     with open("{ran}", "a") as file:
         file.write("{name}" + chr(10))
-print(json.dumps({facts}))
+print(json.dumps({facts}), flush=True)
 os._exit({status})
 """
 
