@@ -63,9 +63,7 @@ class Fig12(Fig11):
 
 
 def adapter_share(model: ModelConf, tp_size: int) -> float:
-    """Part of an adapter's elements that one rank reads: one factor is whole (A of layers cut by columns, B of those by
-    rows).
-    """
+    """Part of an adapter's elements that a rank reads: one factor is whole (A of layers cut by columns, B by rows)."""
     hidden, inner = model.hidden_size, model.intermediate_size
     kv_b = 2 * (hidden // model.num_attention_heads * model.num_key_value_heads)
     column_a, column_b, row_a, row_b = 5 * hidden, hidden + 2 * inner, hidden + inner, 2 * hidden

@@ -22,8 +22,6 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
-    """Capture what runs inside into ``graph``, without garbage collections: one that destroys an earlier graph would
-    fail it.
-    """
+    """Capture what runs inside into ``graph``, without garbage collections, which may destroy earlier graphs."""
     with no_garbage_collection(), torch.cuda.graph(graph, **options):
         yield

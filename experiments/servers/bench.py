@@ -60,9 +60,7 @@ class Bench:
         self._tokens: dict[str, list[list[int]]] = {}
 
     def run(self, system: str, parts: Sequence[tuple[str, dict[str, Any]]] = ()) -> list[dict[str, Any]]:
-        """Run the engine of `system` in a process of its own; return its lines: start, tokens, and `parts`.
-        `CheckFailed`: its process fails.
-        """
+        """Run the engine of `system` in a process of its own; return its lines. `CheckFailed`: it fails."""
         about = SYSTEMS[system]
         job = {
             **self.sizes, "engine": about.engine, "options": dict(about.options), "model": str(self.path / "model"),

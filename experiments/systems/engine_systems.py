@@ -32,9 +32,7 @@ def timed_step(engine: Engine, clock: Callable[[], float] = time.perf_counter) -
 
 
 class EngineSystem(ServingSystem):
-    """The engine with the system's rules, with or without LoRA; subclasses change slots, requests, `register` and
-    `capture_for`.
-    """
+    """The engine with the system's rules, with or without LoRA; subclasses change slots and requests."""
 
     def __init__(self, world: World, facts: System) -> None:
         super().__init__(world, facts)

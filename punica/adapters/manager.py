@@ -130,9 +130,7 @@ class LoRAModelManager(AdapterCache):
         return True
 
     def read_adapter(self, request: LoRARequest) -> LoRAModel:
-        """Read, check, pack and stage a request's folder for :meth:`add_read_adapter`; thread-safe, not for ranks of a
-        group.
-        """
+        """Read, check, pack and stage a request's folder for :meth:`add_read_adapter`; thread-safe, not on ranks."""
         return self._writer.stage(self._loader.load(request))
 
     def add_read_adapter(self, request: LoRARequest, read: LoRAModel) -> None:

@@ -209,15 +209,15 @@ class Engine(Generation):
     @exclusive
     def abort_request(self, request_id: str) -> GenerationResult:
         """Remove an unfinished request; return its result, with its output so far. ValueError for an unknown id."""
-        if self._is_torn:
-            self._restore()
+        self._mend()
         if not isinstance(request_id, str) or request_id not in self._requests:
             raise ValueError(f"no unfinished request {clip(request_id)}; unfinished: {clip(sorted(self._requests))}")
         self._is_torn = True
-        request = self._requests.pop(request_id)
-        self.scheduler.remove(request)
-        self._is_torn = False
+        request = self._requests[request_id]
         request.abort()
+        self.scheduler.remove(request)
+        del self._requests[request_id]
+        self._is_torn = False
         return self.result_of(request)
 
     @exclusive
@@ -233,8 +233,7 @@ class Engine(Generation):
         rank whose model failed is out of step: it raises RuntimeError from then on, and needs new processes.
         """
         check_in_step()
-        if self._is_torn:
-            self._restore()
+        self._mend()
         start, upcoming, self._next, self._is_torn = time.perf_counter(), self._next, None, True
         pinned = frozenset[int]() if self.manager is None else self.manager.pinned_adapters
         failed: list[RequestState] = []
@@ -252,14 +251,18 @@ class Engine(Generation):
             statistics = current.statistics(start, {**self.blocks.take_counts(), **tokens.counts})
             output = self._deliver(layout, tokens, statistics, failed)
             self._next = following
-            if self.on_step is not None:
-                self.on_step(layout, output)
         self._kept, self._is_torn = {}, False  # last: an error before leaves the results to the next step
+        if in_flight is not None and self.on_step is not None:
+            try:
+                self.on_step(layout, output)
+            except BaseException:
+                self._keep((*output.finished, *output.failed))
+                raise
         return output
 
     def _restore(self) -> None:
         """Give each request one place again, wherever an error ended a call: kept result, queue or batch."""
-        self._next = None
+        self._next, self._is_torn = None, True
         for request in self._requests.values():
             request.restore()
         self._results_of([request for request in self._requests.values() if request.has_ended])
@@ -267,6 +270,10 @@ class Engine(Generation):
         if self._residency is not None:
             self._residency.restore(self._requests.values())
         self._is_torn = False
+
+    def _mend(self) -> None:
+        if self._is_torn:
+            self._restore()
 
     @property
     def is_ahead(self) -> bool:
@@ -326,6 +333,7 @@ class Engine(Generation):
         served = {request: token for request, token in pairs if request.status is RequestStatus.RUNNING}  # not idle
         if layout.partial is not None:
             served.pop(layout.partial, None)
+            layout.partial.num_read = layout.spans[layout.requests.index(layout.partial)].kv_length
         if NO_TOKEN in tokens.token_ids:
             for request in [request for request, token in served.items() if token == NO_TOKEN]:
                 del served[request]
@@ -377,9 +385,12 @@ class Engine(Generation):
             state = self._states.make(request)
             state.fail(f"{type(error).__name__}: {error}")
             return state
-        state = self._requests[request.request_id] = self._states.make(request)
+        state = self._states.make(request)
         state.resume(generated)
+        was_torn, self._is_torn = self._is_torn, True
         if self._residency is not None:
             self._residency.add(state)
         self.scheduler.add(state)
+        self._requests[request.request_id] = state
+        self._is_torn = was_torn
         return state

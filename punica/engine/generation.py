@@ -153,6 +153,9 @@ class Generation(ABC):
     @abstractmethod
     def abort_request(self, request_id: str) -> GenerationResult: ...
 
+    def _mend(self) -> None:  # noqa: B027 (only an engine's steps can be torn)
+        """Mend what an error left, before requests are looked at."""
+
     def alone(self) -> AbstractContextManager[None]:
         """Keep other threads out in a ``with`` block: between two steps, e.g. for ``engine.manager.add_adapter``."""
         return self._turns
@@ -236,6 +239,7 @@ class Generation(ABC):
     @exclusive
     def _let_go(self, states: Sequence[RequestState]) -> None:
         self._turns.resign()
+        self._mend()
         for state in states:
             if not state.has_ended:
                 self.abort_request(state.request_id)

@@ -148,11 +148,11 @@ class Overlap:
 
     def fail(self, request: RequestState, error: str) -> list[RequestState]:
         """Remove a request as FAILED, and return it; a finished member of the batch is removed alone."""
+        had_ended = request.has_ended
+        if not had_ended:
+            request.fail(error)
         self._scheduler.remove(request)
-        if request.has_ended:
-            return []
-        request.fail(error)
-        return [request]
+        return [] if had_ended else [request]
 
     def _with_keys(self, plan: StepPlan) -> StepPlan:
         """Tell the keys of joining requests by the weights that they hold now, which decide what is registered.

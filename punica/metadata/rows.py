@@ -176,9 +176,7 @@ NO_ROWS = RowGroups(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 def check_slots(name: str, slots: torch.Tensor, max_loras: int | None = None) -> np.ndarray:
-    """``slots`` on the host. TypeError: no integer tensor. ValueError: not 1-D, or outside ``[-1, max_loras)``, where
-    given.
-    """
+    """``slots`` on the host. TypeError: no integer tensor. ValueError: not 1-D, or outside ``[-1, max_loras)``."""
     if not isinstance(slots, torch.Tensor):
         raise TypeError(f"{name} must be an integer tensor, got {type(slots).__name__}")
     if slots.is_floating_point() or slots.is_complex() or slots.dtype == torch.bool:

@@ -140,9 +140,7 @@ class _Inert:
 
 
 def stand_in(gpu: GpuDescription) -> None:
-    """Make ``gpu`` the CUDA device of this process, which computes nothing more. RuntimeError: interpreted kernels, or
-    ROCm.
-    """
+    """Make ``gpu`` the CUDA device of this process, which computes nothing. RuntimeError: interpreted kernels, ROCm."""
     # imported here so that the CPU path never imports triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver

@@ -23,9 +23,7 @@ _MOST_CUTS = 64  # of a stack on one step; a full table starts anew
 
 
 class TorchOps:
-    """The operations of `punica.ops.interface.Ops`; float64 is legal, for checks. Lanes beyond a true rank are never
-    read.
-    """
+    """The operations of `punica.ops.interface.Ops`; float64 is legal. Lanes beyond a true rank are never read."""
 
     contiguous_shrinks = False
 

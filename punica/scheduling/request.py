@@ -154,7 +154,7 @@ class RequestState:
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.preemptions = self.overtaken = 0
-        self.computed = self.hit = 0
+        self.computed = self.hit = self.num_read = 0
         self.activation: int | None = 0
         self.prefix_key: Any = None
         self.may_draft, self.lookup_text = True, ""

@@ -88,7 +88,7 @@ class Scheduler:
     draft: Callable[[RequestState, int], Sequence[int]] = field(default_factory=lambda: look_up, init=False)
 
     def add(self, request: RequestState) -> None:
-        request.computed, request.is_cached, request.status = 0, False, RequestStatus.WAITING
+        request.computed, request.num_read, request.is_cached, request.status = 0, 0, False, RequestStatus.WAITING
         self.waiting.append(request)
 
     def schedule(self, pinned: Collection[int] = ()) -> StepPlan:
@@ -140,8 +140,11 @@ class Scheduler:
 
     def restore(self, unfinished: Collection[RequestState]) -> None:
         """Make queue, batch and blocks whole after an error anywhere; all but the cached are queued again, in order."""
-        self.running = [request for request in self.running if request.is_cached and request in unfinished]
-        self.leaving, self.partial, self.waiting = [], None, deque()
+        kept = [one for one in self.running if (one.is_cached or one.num_read) and one in unfinished]
+        self.running, self.leaving, self.partial, self.waiting = kept, [], None, deque()
+        for request in kept:
+            if not request.is_cached:  # its earlier pieces were computed
+                request.computed, self.partial = request.num_read, request
         for request in unfinished:
             if request not in self.running:
                 self.add(request)
@@ -189,7 +192,7 @@ class Scheduler:
 
     def remove(self, request: RequestState) -> None:
         """Remove a request for good: from the queue, or from the batch, running or finished."""
-        if request.status is RequestStatus.WAITING:
+        if request in self.waiting:
             self.waiting.remove(request)
             self.on_leave(request)
         else:

@@ -132,9 +132,7 @@ class RunnersStepper(Stepper):
 
 
 class RunnersThread(SteppingThread):
-    """Thread that steps the runners of a cluster, and keeps as many as the cluster had at first. Its end leaves the
-    cluster open.
-    """
+    """Thread that steps the runners of a cluster, and keeps as many as at first. Its end leaves the cluster open."""
 
     def __init__(self, cluster: RayCluster) -> None:
         stepper = RunnersStepper(cluster)

@@ -1,12 +1,17 @@
 """Chunks of prompts and cached prefixes: an engine with them generates the tokens of one without."""
 
+from contextlib import suppress
+from unittest.mock import Mock
+
 import pytest
 
 from punica.adapters import LoRAModel, LoRARequest, write_random_adapter
 from punica.engine import Engine, EngineConfig, Request
 from punica.engine.runner import ModelRunner
+from punica.engine.text import GrowingText
 from punica.parallel import spawn_tensor_parallel
-from tests.world import are_served, finish, tokens_of
+from punica.scheduling import SamplingParams
+from tests.world import are_served, byte_tokenizer, finish, tokens_of
 
 PREFIX = tuple(range(40, 72))
 
@@ -43,6 +48,38 @@ def test_prompts_share_the_rows_of_a_step_and_decode_rows_never_wait(backbone, a
     assert tokens[:4] == [["0"], ["0"], ["0", "1"], ["0", "1", "2", "3"]]
     for i, (state, prompt) in enumerate(zip(states, prompts, strict=True)):
         assert state.output_token_ids == backbone.generate_merged(prompt, i, 6)
+
+
+def test_pieces_of_a_prompt_outlive_errors_of_steps_and_observers(backbone, monkeypatch) -> None:
+    engine, launch, launched = backbone.engine("chunked", prefill_chunk=2), ModelRunner.launch, []
+    engine.on_step = Mock(side_effect=KeyError("observer"))
+    state = engine.add_request(Request("long", PREFIX, 3))
+
+    def often_fails(*given):
+        launched.append(given)
+        if len(launched) % 4 == 0:
+            raise MemoryError
+        return launch(*given)
+
+    monkeypatch.setattr(ModelRunner, "launch", often_fails)
+    while not state.has_ended and len(launched) < 60:
+        with suppress(KeyError, MemoryError):
+            engine.step()
+    assert state.output_token_ids == backbone.generate_merged(PREFIX, 0, 3)
+    engine.on_step = None
+    assert [result.request_id for result in engine.step().finished] == ["long"]
+
+
+def test_a_request_that_cannot_resume_is_not_there(backbone, monkeypatch) -> None:
+    engine = backbone.engine(tokenizer=byte_tokenizer(), cuda_graphs=False)
+    monkeypatch.setattr(GrowingText, "append", Mock(side_effect=ValueError("no text")))
+    with pytest.raises(ValueError, match="no text"):
+        engine.add_request(Request("torn", [1, 2], SamplingParams(max_new_tokens=4, stop=["q"])), [77])
+    assert not engine.has_unfinished()
+    state = engine.add_request(Request("whole", [1, 2], 4))
+    engine.forget_next()
+    finish(engine)
+    assert state.num_generated == 4
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> No
         (["--ray=1", "--step-timeout=0"], "--step-timeout"),
         (["--ray=2", "--max-loras=3", "--max-batch-size=4"], "--max-loras 3 is below"), (["--api-key="], "API key"),
         (["--max-model-len=1"], "at least 2"), (["--grace=inf"], "a number, at least 0"), (["--drain=nan"], "--drain"),
-        (["--dtype=int8"], "--dtype"), (["@{tiny}/model.safetensors"], "@FILE) must be text"), (["--api-key=ü€"], "Latin-1"),
+        (["--dtype=int8"], "--dtype"), (["@{tiny}/model.safetensors"], "must be text"), (["--api-key=ü€"], "Latin-1"),
         (["--weights=int4"], "--weights"),
         (["--adapter", "sql"], "is not NAME=VALUE"), (["--adapter", "sql="], "is not NAME=VALUE"),
         (["--adapter", "=x"], "is not NAME=VALUE"), (["--ray=2", "without"], "pip install 'punica-lora[clust"),
