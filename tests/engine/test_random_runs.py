@@ -232,7 +232,7 @@ def interrupted(engine: Engine, line: int) -> Iterator[None]:
         sys.settrace(before)
 
 
-@seeds(6, 300)
+@seeds(6, 60)
 def test_interrupted_runs(world, plain: Engine, monkeypatch, seed: int) -> None:
     """Each request is reported once, with the tokens of an undisturbed run; check_state looks for lost blocks."""
     chance, reported = Random(seed), Counter()
