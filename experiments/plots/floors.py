@@ -40,12 +40,15 @@ def _step(cell: Any, _: dict[str, Any]) -> float:
     return sizes.itemsize * (sizes.weights + cached * sizes.kv)
 
 
+def _norm(cell: Any, figure: dict[str, Any]) -> float:
+    return float(DType(figure["dtype"]).bytes * figure["hidden"] * (2 * cell.batch_size + 1))
+
+
 BYTES: dict[str, tuple[str, Callable[[Any, dict[str, Any]], float], tuple[str, ...]]] = {
     "8": ("latency", _operator, ("SGMV",)), "9": ("latency", _operator, ("SGMV",)),
     "README backbone-vs-sgmv": ("latency", _operator, ("SGMV", "backbone X@W")),
     "10": ("layer_latency", _layer, ()), "1": ("step_latency", _step, ()),
-    "text 6": ("norm_latency", lambda cell, figure: DType(figure["dtype"]).bytes * figure["hidden"]
-               * (2 * cell.batch_size + 1), ("fused",)),
+    "text 6": ("norm_latency", _norm, ("fused",)),
 }  # fmt: skip
 """Figure -> metric, bytes of a cell, systems that get a floor (none: all)."""
 

@@ -177,7 +177,7 @@ class PackedLoRALayerWeights(ModuleWeights):
 
 
 def stack_experts(pairs: Slices) -> tuple[LoRAFactor, LoRAFactor]:
-    """Stack one projection of all experts, `A [E, r, in]`, `B [E, out, r]`, padded to one rank. ValueError: sizes."""
+    """Stack one projection of all experts, `A [E, r, in]`, `B [E, out, r]`, r the largest rank. ValueError: sizes."""
     present = {i: (a.shape[1], b.shape[0]) for i, (a, b) in enumerate(pairs) if a is not None and b is not None}
     if not present:
         return None, None

@@ -23,8 +23,6 @@ EXTRA = ("fastapi", "prometheus_client", "uvicorn")
 RUNNER_BATCH = 32
 """Requests of one step of a runner, unless ``--max-batch-size`` is given."""
 _EPILOG = "Arguments may stand in a file, one per line: python -m punica.serve CHECKPOINT @arguments.txt (for keys)."
-
-
 _NOT_TEXT = "a file of arguments (@FILE) must be text, one argument a line"
 
 

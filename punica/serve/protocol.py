@@ -123,7 +123,9 @@ class CompletionBody(GenerationBody):
 
 
 class Message(BaseModel):
-    """Message of a chat. ``content``: null perhaps of the assistant; `messages_of` checks parts. ``name``: speaker."""
+    """Message of a chat. ``content`` may be null where it is the assistant's; its parts `messages_of` checks. ``name``:
+    of the speaker.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 

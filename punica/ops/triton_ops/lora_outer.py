@@ -79,7 +79,7 @@ def outer_products(out: Tensor, low: Tensor, x: Tensor, stack: Stack, batch: LoR
     block_r, wanted = min(_MOST_LANES, block_at_least(stored.rank)), Gpu.of(out.device).multiprocessors
     lanes = triton.cdiv(stored.rank, block_r)
     grids = {n: (sum(triton.cdiv(width, n) for width in widths), segments, lanes) for n in _TILES}
-    block_n = next((n for n, (blocks, *_) in grids.items() if blocks * segments * lanes >= wanted), 32)
+    block_n = next((n for n, (blocks, *_) in grids.items() if blocks * segments * lanes >= wanted), min(_TILES))
     block_t = _TILES[block_n]
     stages = stages_that_fit(_STAGES, block_t * (block_n * x.element_size() + block_r * 4), out.device)
     shape = OuterShape(
