@@ -122,8 +122,6 @@ class AdapterCache:
         for adapter_id in {**self._latest, **self.list_adapters()}:
             self.remove_adapter(adapter_id)
 
-    # --- slots -------------------------------------------------------------------------------------------------------
-
     def activate_adapter(self, adapter_id: int) -> bool:
         """Copy a registered adapter into the lowest free slot; with none free, into that of the least recently used
         unpinned adapter. `False` if the adapter already was active (it is marked as just used).
@@ -157,8 +155,6 @@ class AdapterCache:
     def unpin_adapter(self, adapter_id: int) -> bool:
         loaded = self.loaded(adapter_id)
         return loaded is not None and self._active.unpin(loaded) and self._registered.unpin(loaded.lora.id)
-
-    # --- versions ----------------------------------------------------------------------------------------------------
 
     def hold(self, adapter_id: int) -> LoadedAdapter:
         """Return the registered version of an adapter, counting one more user: it stays in memory until it is released
@@ -219,8 +215,6 @@ class AdapterCache:
             held.superseded |= held.lora.id == adapter_id
         self._registered.pop(adapter_id)
         self._latest[adapter_id] = request, version
-
-    # --- inside ------------------------------------------------------------------------------------------------------
 
     def _require(self, adapter_id: int) -> LoadedAdapter:
         loaded = self.loaded(adapter_id)

@@ -145,8 +145,6 @@ class LoRAModelManager(AdapterCache):
         else:
             self._note_latest(read.id, request, read.version)
 
-    # --- steps -------------------------------------------------------------------------------------------------------
-
     def set_active_adapters(self, requests: Iterable[LoRARequest | None], mapping: LoRAMapping) -> None:
         """Prepare a step: load missing adapters, make every requested one active, and set the mapping.
 
@@ -223,8 +221,6 @@ class LoRAModelManager(AdapterCache):
         self.punica_wrapper.begin_mixtures(*mixed)
         used = {slot for slot, _ in (*segments, *itertools.chain(*mixtures))}.union(sampled_slots)
         self._writer.begin_step({slot for slot in used if slot >= 0})
-
-    # --- warm-up -----------------------------------------------------------------------------------------------------
 
     def create_dummy_lora(
         self, adapter_id: int, rank: int, embedding_modules: Collection[str] | None = None

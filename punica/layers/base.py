@@ -114,8 +114,6 @@ class BaseLayerWithLoRA(nn.Module):
         self.lora_b_scale: tuple[Tensor, ...] = ()
         self.filled_slots: set[int] = set()
 
-    # --- allocation --------------------------------------------------------------------------------------------------
-
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
         """Allocate ``max_loras`` zeroed slots of width ``lora_config.max_lora_rank``. ``TypeError``: a ``lora_dtype``
         that is not resolved; ``ValueError``: sizes below 1 or not divisible; ``RuntimeError``: slots exist already.
@@ -167,8 +165,6 @@ class BaseLayerWithLoRA(nn.Module):
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    # --- adapters into slots -----------------------------------------------------------------------------------------
 
     def reset_lora(self, index: int) -> None:
         """Zero slot ``index``. ``TypeError`` or ``ValueError``: bad index; ``RuntimeError``: no slots yet."""
@@ -254,8 +250,6 @@ class BaseLayerWithLoRA(nn.Module):
         lead, zeros = self._lead, partial(torch.zeros, dtype=dtype, device="cpu")
         return [(zeros(*lead, rank, width), zeros(*lead, height, rank)) for _, width, height in self._full_sizes()]
 
-    # --- this rank's part --------------------------------------------------------------------------------------------
-
     def slice_lora_a(self, lora_a: Any) -> Any:
         """Return this rank's part of A (a view where possible): of one tensor, or of a list with one per stack."""
         return _of_every_slice(self._slice_a, lora_a)
@@ -269,8 +263,6 @@ class BaseLayerWithLoRA(nn.Module):
 
     def _slice_b(self, i: int, lora_b: Tensor) -> Tensor:
         return lora_b
-
-    # --- checks ------------------------------------------------------------------------------------------------------
 
     def check_lora(self, lora_a: LoRAInput, lora_b: LoRAInput) -> Slices:
         """Check the arguments of ``set_lora`` and return the slices, without touching a slot."""
@@ -318,8 +310,6 @@ class BaseLayerWithLoRA(nn.Module):
     def _require_slots(self, caller: str) -> None:
         if self.lora_ranks is None:
             raise RuntimeError(f"{type(self).__name__}: {caller} needs slots; call create_lora_weights first")
-
-    # --- into a model ------------------------------------------------------------------------------------------------
 
     def set_mapping(self, punica_wrapper: Any) -> None:
         """Store the wrapper, shared by all layers of a model, that knows which row uses which slot."""

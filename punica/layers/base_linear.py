@@ -72,8 +72,6 @@ class BaseLinearLayerWithLoRA(BaseLayerWithLoRA):
     def _slot_shapes(self, max_rank: int) -> tuple[Shapes, Shapes]:
         return [(max_rank, self.input_size)] * self.n_slices, [(width, max_rank) for width in self.output_slices]
 
-    # --- forward -----------------------------------------------------------------------------------------------------
-
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Base product of ``x [..., in]`` plus every row's LoRA term: ``[..., out]``, nothing gathered or reduced yet.
 

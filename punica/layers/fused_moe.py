@@ -88,8 +88,6 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         self.full_input_size = self.hidden_size
         self.fully_sharded = False
 
-    # --- allocation --------------------------------------------------------------------------------------------------
-
     def _check_new_slots(self, max_loras: int, lora_config: LoRAConfig, model_config: Any) -> None:
         super()._check_new_slots(max_loras, lora_config, model_config)
         if self.use_ep and lora_config.fully_sharded_loras:
@@ -141,8 +139,6 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
             Switches(is_w2, self.fully_sharded, offset), tuned,
         )  # fmt: skip
 
-    # --- this rank's part --------------------------------------------------------------------------------------------
-
     def _slice_a(self, i: int, lora_a: Tensor) -> Tensor:
         """``[E, r, H]`` of w13: fully sharded, this rank's ranks. ``[E, r, I*tp]`` of w2: this rank's columns."""
         if i == self._w13_slices:
@@ -161,8 +157,6 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
 
     def _own(self, width: int) -> slice:
         return slice(self.tp_rank * width, (self.tp_rank + 1) * width)
-
-    # --- adapters into slots -----------------------------------------------------------------------------------------
 
     @property
     def _lead(self) -> tuple[int, ...]:
@@ -221,8 +215,6 @@ class FusedMoEWithLoRA(BaseLayerWithLoRA):
         first, *third, second = stacks
         places = [(slot, expert) for slot in range(self.max_loras) for expert in range(self.local_num_experts)]
         return [stack[slot, expert] for slot, expert in places for stack in (first, second, *third)]
-
-    # --- into a model ------------------------------------------------------------------------------------------------
 
     def set_mapping(self, punica_wrapper: Any) -> None:
         self._require_slots("set_mapping")

@@ -110,9 +110,6 @@ def check_list(name: str, tensors: Any, count: int | None = None) -> None:
         raise ValueError(f"{name} has {len(tensors)} tensors, the weights have {count} slices; must be equal")
 
 
-# --- plain arguments -------------------------------------------------------------------------------------------------
-
-
 def check_keywords(method: str, given: Mapping[str, Any], allowed: Sequence[str] = ()) -> None:
     unknown = sorted(set(given) - set(allowed))
     if unknown:

@@ -180,8 +180,6 @@ class ExpertOps(Protocol):
         """
 
 
-# --- checks of an alignment: TypeError for dtypes, ValueError for shapes and sizes -----------------------------------
-
 INTEGERS = (torch.int32, torch.int64)
 
 
@@ -239,9 +237,6 @@ def check_alignment(
         )
     if lora_ids is not None:
         expect("lora_ids", lora_ids, "*", dtype=INT32, contiguous=True)
-
-
-# --- checks of the fused op ------------------------------------------------------------------------------------------
 
 
 _sizes_of_weights = itemgetter("L", "E", "r", "R", "K", "N")

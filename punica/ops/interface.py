@@ -93,9 +93,6 @@ def add_low_rank(ops: Ops, y: Tensor, low: Tensor, weights: LoRAWeights, batch: 
     ops.expand(y, low, weights.b, batch, 0, add_inputs, low_scale)
 
 
-# --- checks that the backends share ----------------------------------------------------------------------------------
-
-
 def check_shrink(
     names: Names, y: Tensor, x: Tensor, a: Form, x_scale: Tensor | None, of_y: Sequence[torch.dtype]
 ) -> tuple[int, int] | None:

@@ -129,9 +129,6 @@ def validate_scales(scales: Tensor | Sequence[Tensor], name: str) -> None:
             raise ValueError(f"{label} is {scale[index].item()} at {list(index)}; scales must be finite and >= 0")
 
 
-# --- one matrix with its scales --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Fp8Matrix:
     """A matrix ``[N, K]`` of an adapter in FP8 with one scale per row, or one of every expert, ``[E, N, K]``: in place
@@ -176,9 +173,6 @@ class Fp8Matrix:
     def split(self, sizes: Sequence[int]) -> list[Fp8Matrix]:
         rows = list(sizes)
         return [Fp8Matrix(*part) for part in zip(self.values.split(rows), self.scale.split(rows), strict=True)]
-
-
-# --- inside ----------------------------------------------------------------------------------------------------------
 
 
 def _check_source(name: str, w: Any, dtype: torch.dtype, check: bool, least_dims: int = 0) -> None:

@@ -51,9 +51,6 @@ bgmv_shrink, bgmv_expand, bgmv_expand_slice = _OPS.bgmv_shrink, _OPS.bgmv_expand
 sgmv_shrink, sgmv_expand, sgmv_expand_slice = _OPS.sgmv_shrink, _OPS.sgmv_expand, _OPS.sgmv_expand_slice
 
 
-# --- mixture of experts ----------------------------------------------------------------------------------------------
-
-
 class Routing(NamedTuple):
     """Pairs of T tokens: local experts and weights ``[T, k]``, slots ``[T]``, enabled slots ``[L+1]``."""
 

@@ -225,8 +225,6 @@ def _convert_blocks(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float
             _convert(tile._replace(length=mine.shape[0], w_dtype=block.dtype))(target, mine, block, alpha, beta)
 
 
-# --- a call's products: a stack of weights cut by the segments of a step ---------------------------------------------
-
 Ranks = list[list[int]]
 
 

@@ -151,9 +151,7 @@ def _expand(call: Cut, tensors: Sequence[Tensor], x: Tensor, y: Tensor, offset_s
         target.index_copy_(0, rows, sums)
 
 
-# --- FP8 weights, dequantised slot by slot: only those in use, up to their true rank ---------------------------------
-
-
+# weights in FP8 are dequantised slot by slot: only those in use, up to their true rank
 def _shrink_fp8(
     y: Tensor, x: Tensor, a: Stack, batch: LoRABatch, scale: float, accumulate: bool, x_scale: Tensor | None
 ) -> None:
@@ -197,9 +195,6 @@ def _products(batch: LoRABatch, stack: Stack) -> Iterator[tuple[int, Tensor, int
                 raise ValueError(f"lora_ranks holds {rank} for slot {slot}; expected 0 to {stored.rank}")
             yield slot, rows, i, rank, slice(column, column + width)
             column += width
-
-
-# --- the operators named after the paper's ---------------------------------------------------------------------------
 
 
 def _shrink_lanes(x: Tensor, weights: Tensor, lanes: Tensor, slots: Tensor, scaling: float) -> None:

@@ -77,8 +77,6 @@ def _aliases(group: Group) -> Group:
     return None if group is None else group.detach()
 
 
-# --- keywords --------------------------------------------------------------------------------------------------------
-
 KEYWORDS = ("lora_ranks", "lora_a_scale", "lora_b_scale", "a_scale", "quant_args")
 
 

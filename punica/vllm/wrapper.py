@@ -215,9 +215,6 @@ class PunicaWrapperGPU(PunicaWrapperBase, GPUBackend):
     """The wrapper on `GPUBackend`. TypeError without ``lora_config`` and ``max_loras``, short for its defaults."""
 
 
-# --- layers on any wrapper -------------------------------------------------------------------------------------------
-
-
 def inner_form(wrapper: Any) -> Any:
     """Return the methods that a layer calls (`LinearMethods`): the wrapper, or the way through its contract where it
     has that alone, or a method of its own in place of the library's.

@@ -99,8 +99,6 @@ class ExpertMethods(LinearMethods):
             raise NotImplementedError(f"{type(self).__name__} does not implement {method}")
         return self._experts
 
-    # --- the step ----------------------------------------------------------------------------------------------------
-
     def _slots_of_tokens(self, given: Tensor | None, num_tokens: int) -> Tensor:
         if given is not None:
             check_mapping(given, num_tokens)

@@ -107,8 +107,6 @@ MOST_WARPS = 64
 PARTIAL, OUTPUT = 4, 2 * 2
 """Bytes of a partial sum, and of an output element, which is read and written."""
 
-# --- candidates ------------------------------------------------------------------------------------------------------
-
 
 def _powers(first: int, last: int) -> tuple[int, ...]:
     return (first,) if first >= last else (first, *_powers(2 * first, last))
@@ -210,9 +208,6 @@ def _invariant_expands(problem: Problem) -> Iterator[Schedule]:
     for rows, columns, steps in product(INVARIANT_ROWS, GEMV_COLUMNS[:2], COLUMN_STEPS):
         if steps == 1 or columns * steps <= 2 * max(problem.widths):
             yield Schedule(rows, columns, ranks, WARPS // 2, COLUMN_STAGES, tiles_n=steps, swap_ab=True)
-
-
-# --- the estimate ----------------------------------------------------------------------------------------------------
 
 
 def shrink_us(problem: Problem, schedule: Schedule, gpu: Gpu) -> float:

@@ -171,8 +171,7 @@ class TritonOps:
             outer_products(whole, low, x, stack, batch)
         return gradients
 
-    # --- plans: the remaining checks, then the launches; None where there is nothing to multiply ---------------------
-
+    # plans: the remaining checks, then the launches; None where there is nothing to multiply
     def _plan_shrink(
         self, y: Tensor, x: Tensor, a: Stack, batch: Batch, accumulate: bool, x_scale: Tensor | None
     ) -> KernelPlan | None:
@@ -237,8 +236,6 @@ class TritonOps:
         pdl, apart = self.options.pdl and supports_pdl(x.device), beside.aside is not None
         mode = LinearMode(add_inputs, pdl, apart, base, words=not weights.b.low_bits & 3)
         return choose_linear(y, x, (form, weights.b.form), batch, self.options, mode)
-
-    # --- one node of a traced graph ----------------------------------------------------------------------------------
 
     def _trace(
         self, name: str, operands: tuple, batch: LoRABatch, stack: Stack, x_scale: Tensor | None, given: dict[str, Any]

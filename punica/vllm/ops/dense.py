@@ -141,9 +141,6 @@ def lora_linear(given: Given) -> None:
     ops.linear(output, inputs, weights, batch, given["scaling"], add, given["a_scale"])
 
 
-# --- the step and the weights ----------------------------------------------------------------------------------------
-
-
 class TensorBatch(NamedTuple):
     """A step given by its tensors, a `punica.ops.triton_ops.plan.Batch`; ``shape`` with the rows spread evenly."""
 

@@ -154,9 +154,6 @@ def _run_fused_moe_lora_small_batch(given: Given) -> None:
     fused(_experts(given | {"expert_ids": given["expert_ids_flat"]}), rank, given["top_k_num"], _switches(given))
 
 
-# --- arguments as objects --------------------------------------------------------------------------------------------
-
-
 def _call(given: Given, fp8: Fp8Experts | None = None) -> tuple[Experts, int, int, Switches, How]:
     shrink, expand = (tuple([given[f"{product}_{name}"] for name in _NUMBERS]) for product in ("shrink", "expand"))
     how = How((shrink, expand), _active(given))
@@ -193,9 +190,6 @@ def _scales(given: Given) -> Fp8Experts | None:
     if act_scales != (None, None) or scheme != PLAIN:
         raise ValueError(f"activation scales and {scheme} need float8 weights with scales; leave them out for others")
     return None
-
-
-# --- one product -----------------------------------------------------------------------------------------------------
 
 
 def _plan(given: Given, experts: Experts, numbers: Numbers) -> MoEPlan | None:
