@@ -48,10 +48,8 @@ SWITCHES: dict[str, dict[str, bool]] = {
 
 
 class BreakdownConf(FigureConf):
-    """Cached tokens of requests that decode, and tokens of a prompt."""
-
-    contexts: Counts
-    prompt: Count
+    contexts: Counts  # cached tokens of requests that decode
+    prompt: Count  # its tokens
 
 
 class Breakdown(Experiment):

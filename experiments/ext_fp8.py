@@ -27,10 +27,8 @@ QUALITY, WITH_QUALITY = "quality", ("FP8 e4m3", "FP8 e5m2")
 
 
 class Fp8Conf(OperatorConf):
-    """`requests` prompts of `prompt` tokens, each with an adapter of its own, for panel `quality`."""
-
-    requests: Count = 8
-    prompt: Count
+    requests: Count = 8  # prompts of panel `quality`, each with an adapter of its own
+    prompt: Count  # tokens of each
 
 
 class Fp8(OperatorExperiment):

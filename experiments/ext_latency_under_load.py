@@ -63,9 +63,7 @@ class ArrivalsConf(FigureConf):
 
 
 class LoadConf(ArrivalsConf):
-    """Rates as percent of a system's capacity."""
-
-    loads: Counts
+    loads: Counts  # rates as percent of a system's capacity
 
 
 class LatencyUnderLoad(Experiment):

@@ -42,8 +42,6 @@ GIVES_RATE = "punica"  # the system at whose capacity in a panel the rate of all
 
 
 class ManyConf(ArrivalsConf):
-    """Numbers of adapters, and the places for them."""
-
     adapters: Counts  # in host memory, with a slot per place in the batch
     batch_size: Count
     few_slots: Count

@@ -22,10 +22,8 @@ from experiments.harness.schema import Count, Counts
 
 
 class MixturesConf(OperatorConf):
-    """`fans`: adapters of a row; `pool`: adapters to choose from."""
-
-    fans: Counts
-    pool: Count = 8
+    fans: Counts  # adapters of a row ...
+    pool: Count = 8  # ... out of so many
 
     def resident(self, cfg: Config) -> int:
         return self.pool

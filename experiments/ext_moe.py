@@ -28,9 +28,7 @@ ENGINE, BACKBONE_ENGINE = "engine", "backbone engine"
 
 
 class MoEConf(FigureConf):
-    """Models (of `benches.expert_models.MODELS`), how much of them, and batches."""
-
-    models: list[str] = ["mixtral-8x7b", "qwen3-30b-a3b"]
+    models: list[str] = ["mixtral-8x7b", "qwen3-30b-a3b"]  # of `benches.expert_models.MODELS`
     batch_sizes: Counts = [1, 4, 16]
     slots: Counts | None = None  # a panel for each; null: adapters.slots alone
     layers: Count = 2

@@ -43,8 +43,6 @@ COLUMNS: dict[str, tuple[str, ...]] = dict.fromkeys("AB", (*OPERATOR, "rank tabl
 
 
 class TablesConf(FigureConf):
-    """`tables`: names, or all."""
-
     tables: list[Literal[*TABLES, "all"]]  # type: ignore[valid-type]
 
 

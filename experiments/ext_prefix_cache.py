@@ -42,8 +42,6 @@ TRACE = "trace"
 
 
 class PrefixConf(FigureConf):
-    """Contexts, adapters, and the pipelines of a point; the trace."""
-
     contexts: Counts
     adapters: Counts
     pipelines: Count

@@ -26,11 +26,9 @@ NONE, ONE, EACH, FP8_EACH = "no adapter", "one adapter", "one each", "one each, 
 
 
 class PriceConf(FigureConf):
-    """Names of `BASES`, requests of a step, and tokens of each."""
-
-    bases: list[str]
+    bases: list[str]  # names of `BASES`
     batch_sizes: Counts
-    context: Count
+    context: Count  # tokens of each request
 
 
 class PriceOfLora(Experiment):

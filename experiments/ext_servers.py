@@ -74,8 +74,6 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class ServersConf(FigureConf):
-    """Servers, sizes of the work, and its seconds."""
-
     url: str = ""  # http://host:port of any server, which is measured alone
     url_adapters: list[str] = []  # model names; none: all that /v1/models lists with a parent
     fields: list[Literal["ignore_eos", "min_tokens"]] = ["ignore_eos", "min_tokens"]  # those that the URL has

@@ -22,12 +22,10 @@ LAYER = ("q_proj", "k_proj", "k_proj", "q_proj", "gate_proj", "gate_proj", "down
 
 
 class TrainingConf(FigureConf):
-    """Projections or `layer`; adapters, and tokens of each; larger batches than `most_rows` are left out."""
-
     parts: list[Literal["q_proj", "k_proj", "gate_proj", "down_proj", "layer"]]
     adapters: Counts
-    tokens: Counts
-    most_rows: Count
+    tokens: Counts  # of each adapter
+    most_rows: Count  # larger batches are left out
 
 
 class TrainingTogether(Experiment):

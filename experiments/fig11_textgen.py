@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 
 class TextgenConf(FigureConf):
-    """Figure 11: the stream, its windows, and the checks before a system is timed."""
-
     lengths: Lengths = "released"  # or stated (D01), in panels of their own
     pieces: Count  # runs of steps in a draw ...
     steps: Count  # ... and steps in a run ...
@@ -127,7 +125,6 @@ def sizes_of(cfg: Config) -> tuple[Limits, StreamConf]:
 
 
 def check_sizes(cfg: Config) -> None:
-    """Raise `ConfigError` for a stream beyond the model, and a whole stream that is to be drawn."""
     if cast(TextgenConf, cfg.figure).whole_stream and cfg.draw:
         raise ConfigError("figure.whole_stream=true compares numbers and has nothing to draw: choose draw=false")
     check_length(cfg, "scale.max_len", cfg.scale.max_len)

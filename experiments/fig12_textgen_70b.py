@@ -23,8 +23,6 @@ MOST_RANKS = 64
 
 
 class RanksConf(TextgenConf):
-    """Figure 12: Figure 11's, and the ranks."""
-
     tp_size: Count | None = None  # ranks; null: as many as this machine has GPUs, 8 at most, or 2 on a CPU
     check_layers: Count = 2  # of the compared model, which must fit one GPU
     adapter_sets: Count = 4  # distinct adapter weights; further adapters are copies in other slots

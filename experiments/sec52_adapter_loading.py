@@ -41,10 +41,8 @@ UNITS = {"layer": ("us", 1e6), "model": ("ms", 1e3), OVERLAP: ("ms", 1e3)}
 
 
 class LoadingConf(FigureConf):
-    """Decode steps of panel `overlap`."""
-
     overlap_rank: Count = 16
-    seq_len: Count
+    seq_len: Count  # of the decode steps of panel `overlap`
 
 
 class AdapterLoading(Experiment):

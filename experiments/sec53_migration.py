@@ -38,8 +38,6 @@ LATENCY = "migration_latency"
 
 
 class MigrationConf(FigureConf):
-    """Contexts, and links that are computed."""
-
     contexts: Counts
     links_gb_s: dict[str, PositiveFloat]
 

@@ -62,7 +62,6 @@ def with_adapters(
 
 
 def captured(function: Callable[[], torch.Tensor]) -> CapturedRun:
-    """Capture what layers do."""
     return CapturedRun(function, rehearsal())
 
 

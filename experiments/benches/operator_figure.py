@@ -37,7 +37,6 @@ def operator_conf(cfg: Config) -> OperatorConf:
 
 
 def points_of_gpu(experiment: Experiment, cfg: Config, points: Iterable[Point]) -> list[Point]:
-    """Return `points`; on a CPU none, with a message."""
     if cfg.hardware.device != "cpu":
         return list(points)
     tqdm.write(f"{experiment.name}: nothing to measure on a CPU; it needs a GPU", file=sys.stderr)

@@ -29,8 +29,6 @@ H200 two of 16 first tokens of random weights differed.
 
 @dataclass(frozen=True)
 class Way:
-    """A way to serve the adapters' turns."""
-
     activated: bool
     cached: bool
 

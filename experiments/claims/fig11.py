@@ -46,7 +46,6 @@ class Serving:
         self.measured_model = self.model if self.as_in_the_paper else f"{self.model} on {self.gpus} GPUs"
 
     def has(self, system: str, *workloads: str) -> bool:
-        """Check whether the system was measured, on ``workloads``."""
         known = {workload for name, workload in self._places if name == system}
         return bool(known) and known >= set(workloads)
 
@@ -94,7 +93,6 @@ class Serving:
         return dict(zip(chosen["metric"], chosen["value"].astype(float), strict=True))
 
     def collapse(self, system: str) -> float:
-        """Divide a system's throughput on Distinct by Identical."""
         return self.ratio((system, "Distinct"), (system, "Identical"))
 
     def distinct_over_identical_by_bytes(self) -> float:

@@ -118,7 +118,6 @@ class Judge:
         self._most, self._limits = (_read(words, here, name) for name in ("most", "reason"))
 
     def rows(self, clock: str) -> Rows:
-        """Return the rows with those of ``clock`` preferred."""
         key = clock if self._several else ""
         if key not in self._rows:
             self._rows[key] = Rows(self._frame, key)
@@ -137,7 +136,6 @@ class Judge:
         return replace(verdict, remark=remark, clock_missing=clock)
 
     def word(self, id: str, finding: Finding, known: Mapping[str, Interval]) -> str:
-        """Return the word for a finding whose intervals are ``known``."""
         relation, shape = (
             outcome_of(self.bounds[id][test], finding.quantities, known, self.hardware, finding.models)
             for test in TESTS

@@ -99,7 +99,6 @@ class Rows:
         return [self._with(self._values * factor, self._repeats * factor[:, None]) for factor in factors]
 
     def _with(self, values: np.ndarray, paired: np.ndarray) -> "Rows":
-        """Return the rows with ``values`` where they are known, and repeats ``paired``."""
         rows = copy(self)
         rows._values, rows._paired = np.where(np.isnan(values), self._values, values), paired
         return rows
@@ -184,7 +183,6 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def numbers(values: Sequence[float] | pd.Series, digits: int = 3) -> str:
-    """Format comma-separated values with ``digits`` significant digits."""
     return ", ".join(f"{value:.{digits}g}" for value in values)
 
 

@@ -167,7 +167,6 @@ def machines(results: Path) -> list[Path]:
 
 
 def rows_that_count(folder: Path, name: str) -> pd.DataFrame:
-    """Read the rows of ``name`` in ``folder`` that count; none without a file."""
     file = folder / f"{name}.csv"
     return counted(frame_of(read_rows(file) if file.exists() else ()))
 

@@ -122,7 +122,6 @@ class Run:
         return self.base if model == BASE else f"{self.prefix}{model}"
 
     def asks(self, models: Iterable[str]) -> list[Ask]:
-        """Build a request for each name, with the model's next prompt."""
         return [Ask(model, next(self._turns[model])) for model in models]
 
     async def wave(self, result: Result, asks: Sequence[Ask]) -> None:

@@ -81,7 +81,6 @@ def workloads(op: str, of: str, sizes: dict[str, int], root: Path) -> Iterator[d
 
 
 def write(root: Path, dense: dict[str, int] = DENSE, moe: dict[str, int] = MOE) -> None:
-    """Write the data set to ``root``, of these sizes."""
     solved = {"lora_punica": "punica-lora", "lora_vllm": "vllm"}, {"moe_punica": "punica-lora", "moe_torch": "torch"}
     for op, sizes, files in zip(INPUTS, (dense, moe), solved, strict=True):
         made = definition(op, sizes)

@@ -95,7 +95,6 @@ OmegaConf.register_new_resolver("systems_in", names_in, replace=True)
 
 
 def baselines() -> list[str]:
-    """The systems among which a best baseline is chosen."""
     return [entry.name for entry in entries() if entry.baseline]
 
 

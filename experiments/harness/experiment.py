@@ -36,7 +36,6 @@ class CheckFailed(RuntimeError):
 
 
 def difference(found: Any, expected: Any) -> float:
-    """Relative norm of a difference of tensors."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 

@@ -58,7 +58,6 @@ class Passes:
         self._wrong: set[str] = set()  # labels of points whose check failed
 
     def run(self, pending: Sequence[Point], outcome: Outcome) -> None:
-        """Measure `pending` pass by pass, and complete `outcome`."""
         passes, begun = list(self._passes(pending)), False
         self._left, self.outcome = len(pending), outcome  # points to be measured, all passes together
         with tqdm(total=len(pending), desc=self.experiment.name, unit="point", dynamic_ncols=True) as self.progress:
@@ -156,7 +155,6 @@ class Passes:
         return cfg.model_copy(update={"scale": scale})
 
     def _fail(self, group: Group, error: Exception) -> None:
-        """Drop the rows of all repeats of `group`, and note the reason."""
         digests = {self._digest(point) for point in group}
         named = {"metric": "", "value": 0.0, "unit": ""}
         self.rows.drop({Row(**{**self._columns, **point.columns(), **named}).point for point in group})

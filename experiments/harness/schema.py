@@ -217,8 +217,6 @@ class RunConf(Settings):
 
 
 class Config(RunConf):
-    """A run of one figure."""
-
     figure: FigureConf
 
 
@@ -287,5 +285,4 @@ def unknown(path: list[str], known: Any) -> str:
 
 
 def model_conf(name: str) -> ModelConf:
-    """The model of `conf/model/<name>.yaml`."""
     return ModelConf.model_validate(OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{name}.yaml")))

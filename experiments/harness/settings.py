@@ -62,7 +62,6 @@ def folders(cfg: Config | DictConfig) -> Folders:
 
 
 def schema_of(experiment: Experiment) -> type[Config]:
-    """Return the settings of `experiment`, with its own `figure`."""
     return create_model("Config", __base__=Config, figure=(experiment.conf, ...))
 
 

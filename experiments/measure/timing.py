@@ -41,7 +41,6 @@ class Protocol:
     patience: float = math.inf
 
     def fewest_turns(self, in_a_row: int) -> int:
-        """Turns of `in_a_row` repeats that `min_repeats` asks for."""
         return math.ceil(self.min_repeats / in_a_row)
 
     def turns(self, systems: int, in_a_row: int = 1) -> Iterator[int]:

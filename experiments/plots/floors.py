@@ -26,7 +26,6 @@ def _operator(cell: Any, figure: dict[str, Any]) -> float:
 
 
 def _layer(cell: Any, _: dict[str, Any]) -> float:
-    """Weights, keys and values, and adapters of one layer."""
     sizes, layers = model_bytes(cell.model), model_conf(cell.model).num_hidden_layers
     adapters = popularity(cell.workload).number_of_adapters(int(cell.batch_size))
     moved = sizes.weights - sizes.head + cell.batch_size * cell.seq_len * sizes.kv + adapters * cell.rank * sizes.lora
@@ -34,7 +33,6 @@ def _layer(cell: Any, _: dict[str, Any]) -> float:
 
 
 def _step(cell: Any, _: dict[str, Any]) -> float:
-    """Weights, and in a decode step keys and values."""
     sizes = model_bytes(cell.model)
     cached = cell.batch_size * cell.seq_len if cell.panel == "decode" else 0
     return sizes.itemsize * (sizes.weights + cached * sizes.kv)

@@ -34,7 +34,6 @@ STEPS = (
 
 
 def panels(rows: pd.DataFrame, paper: pd.DataFrame, spec: Overlay) -> Figure:
-    """Draw one column of axes per panel."""
     rows, paper = rows[rows["metric"].isin([spec.metric, FLOOR])], paper[paper["metric"] == spec.metric]
     names = list(dict.fromkeys(rows[spec.panel])) if spec.panel else [""]
     clocks, apart = list(dict.fromkeys(rows["timer"])), spec.metric == REFERENCE

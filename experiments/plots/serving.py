@@ -195,7 +195,6 @@ def placed(
 
 
 def group_names(axis: Axes, rows: pd.DataFrame) -> None:
-    """Name the groups of an axis by popularity."""
     workloads = list(dict.fromkeys(rows["workload"]))
     axis.set_xlim(-0.5, len(workloads) - 0.5)
     axis.set_xticks(range(len(workloads)), workloads)

@@ -156,7 +156,6 @@ def note(axis: Axes, text: str, x: float, y: float, lift: float = 2, **looks: An
 
 
 def corner(axis: Axes, text: str, size: float = 6.5) -> None:
-    """`text` in the upper left corner of the axes."""
     looks: dict[str, Any] = {"ha": "left", "va": "top", "fontsize": size, "bbox": BEHIND, "zorder": 7}
     axis.text(0.03, 0.97, text, transform=axis.transAxes, in_layout=False, **looks)
 
@@ -194,12 +193,10 @@ def label_decades(axis: Axis) -> None:
 
 
 def measured_style(name: str) -> dict[str, Any]:
-    """Solid line with filled markers in the colour of `name`."""
     return {"color": look(name).colour, "marker": look(name).marker, "linestyle": "-", "zorder": 3}
 
 
 def paper_style(name: str) -> dict[str, Any]:
-    """Dashed line with open markers in the colour of `name`."""
     return {**OPEN, "color": look(name).colour, "marker": look(name).marker}
 
 

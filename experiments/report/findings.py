@@ -78,7 +78,6 @@ def _parsed(figure: str, what: str, rule: str) -> Sought:
 
 
 def find(wanted: list[Sought], rows: Rows) -> list[Found]:
-    """Return what ``rows`` have of ``wanted``, in its order."""
     return [found for one in wanted if (found := _found(one, rows))]
 
 

@@ -126,7 +126,6 @@ def other_versions(rows: pd.DataFrame) -> pd.Series:
 
 @cache
 def pinned_versions(hardware: str) -> dict[str, str]:
-    """Return the pinned versions of torch and triton for rows of ``hardware``."""
     name = "constraints.txt" if hardware == "cpu" else "constraints-gpu.txt"
     text = (REPOSITORY / name).read_text(encoding="utf-8")
     return dict(re.findall(r"^(torch|triton)==(\S+)$", text, flags=re.MULTILINE))

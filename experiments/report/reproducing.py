@@ -133,7 +133,6 @@ def settings(name: str) -> DictConfig:
 
 
 def title_of(experiment: Experiment) -> str:
-    """Return the title of a figure, with its place in the paper where it has one."""
     title, figure = str(settings(experiment.name).title), experiment.figure
     place = f"Figure {figure}" if figure.isdigit() else figure.replace("text", "Section").replace("README", "README,")
     return title if experiment.name.startswith("ext") else f"{place.partition(',')[0]}: {title}"

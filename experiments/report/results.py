@@ -75,7 +75,6 @@ def _relative(path: Path, target: Path) -> str:
 
 
 def notes(machine: Machine) -> list[str]:
-    """Return the notes on the verdicts and the rows they rest on, a line each."""
     said = certainty(machine.verdicts), older_note(machine.rows), disturbance(machine.rows)
     return [*([f"Measured by others: {machine.whose}"] if machine.whose else []), *filter(None, said)]
 
@@ -143,7 +142,6 @@ def _figures(machine: Machine, target: Path) -> Iterator[str]:
 
 
 def findings(machine: Machine) -> Iterator[tuple[str, str, Table]]:
-    """Yield name, title and table of each experiment that something was found in."""
     for experiment in experiments():
         if found := find(sought().get(experiment.name, []), machine.chosen):
             yield experiment.name, title_of(experiment), (FOUND, [*map(_line, found)])

@@ -15,8 +15,6 @@ NONE = ""  # popularity of requests without adapters
 
 @dataclass(frozen=True)
 class Job:
-    """One request: its model, prompt and number of new tokens."""
-
     model: str
     prompt: list[int]
     new_tokens: int

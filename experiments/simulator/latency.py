@@ -21,8 +21,6 @@ from punica.cluster.gpu import StepWork
 
 @dataclass(frozen=True)
 class TimedStep:
-    """Step with its measured time in seconds."""
-
     work: StepWork
     seconds: float
 

@@ -48,7 +48,6 @@ class TensorEntry(NamedTuple):
     start: int = 0
 
     def meta(self) -> Tensor:
-        """Build a tensor of this dtype and shape on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
@@ -300,7 +299,6 @@ class AdapterTensors(Mapping[str, Tensor]):
 
     @property
     def config(self) -> dict[str, Any]:
-        """A copy of the config."""
         return copy.deepcopy(self._config)
 
     def __getitem__(self, name: str) -> Tensor:

@@ -143,7 +143,6 @@ class StreamSlotWriter(LayerSlotWriter):
 
 
 def make_slot_writer(modules: Mapping[str, BaseLayerWithLoRA]) -> SlotWriter:
-    """Build the writer for the device of these layers' slots."""
     device = next(iter(modules.values())).device
     return StreamSlotWriter(modules, device) if device.type == "cuda" else LayerSlotWriter(modules)
 

@@ -258,7 +258,6 @@ class Generation(ABC):
         self._kept |= {(one.request_id, one.arrival_s): one for one in results if one.request_id not in self._own}
 
     def _with_results(self, output: StepOutput, ended: Iterable[GenerationResult]) -> StepOutput:
-        """Return a step's output with the kept results, and those that ``ended`` in it."""
         results = (self._kept | {(one.request_id, one.arrival_s): one for one in ended}).values()
         finished, failed = (tuple(one for one in results if (one.error is None) is well) for well in (True, False))
         return replace(output, finished=finished, failed=failed)

@@ -91,7 +91,6 @@ class PackedHeads(NamedTuple):
 
     @property
     def num_heads(self) -> int:
-        """H."""
         return self.heads.shape[1] - 2 * self.num_kv_heads
 
     def rotated(self) -> tuple[Tensor, Tensor, Tensor]:

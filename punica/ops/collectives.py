@@ -25,7 +25,6 @@ _installed = Collectives(lambda: 1, lambda: 0, lambda tensor: tensor, lambda ten
 
 
 def install(collectives: Collectives) -> None:
-    """Use these from now on."""
     global _installed
     _installed = collectives
 

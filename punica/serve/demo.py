@@ -11,7 +11,6 @@ from punica.adapters import write_random_adapter
 
 
 def write_demo(checkpoint: str, adapters: Sequence[tuple[str, str]]) -> None:
-    """Write the checkpoint's folder, and those of the adapters ``(name, folder)``."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

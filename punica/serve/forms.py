@@ -150,7 +150,6 @@ class ChoiceStrings:
         self._length = 0  # without a character that is incomplete
 
     def add(self, logprobs: Sequence[Mapping[int, float]]) -> list[Position]:
-        """Return the next tokens and their alternatives."""
         codec, found = self._strings.codec, []
         for entry in logprobs:
             of, chosen = self._strings.at_start if self._is_start else self._strings.of, next(iter(entry))

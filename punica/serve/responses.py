@@ -124,7 +124,6 @@ class GenerationResponse(Response):
         await JSONResponse(answer)(scope, receive, send)  # a client that reads slowly takes no room
 
     def _requests(self, prompts: list[Prompt]) -> list[Request]:
-        """Build ``n`` requests for each prompt, in the order of the choices."""
         body, facts = self._body, self._generator.backend.facts
         requests: list[Request] = []
         for tokens, end_tokens in prompts:

@@ -100,7 +100,6 @@ def launch_all(form: LayerForm, rows: int, counts: Sequence[int]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Compile for the job of the only argument, a JSON object."""
     if sys.platform == "linux":  # ends with the thread that started it, vLLM's main one
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     job: dict[str, Any] = json.loads(arguments[0])

@@ -32,7 +32,6 @@ _KNOWN: dict[tuple, _Known] = {}
 def known_stack(
     tensors: Sequence[Tensor], rank_dim: int, ranks: Tensor | None, scales: Scaled, scheme: Scheme, names: Names = STEP
 ) -> Stack:
-    """Return the `Stack` of these arguments."""
     return _known((tensors, ranks, scales), (rank_dim, scheme), lambda t, r, s: Stack(t, rank_dim, r, s, scheme, names))
 
 
@@ -40,7 +39,6 @@ def known_weights(
     lora_a: Sequence[Tensor], lora_b: Sequence[Tensor], ranks: Tensor | None, scales: tuple[Scaled, Scaled],
     schemes: tuple[Scheme, Scheme], names: Names = STEP,
 ) -> LoRAWeights:  # fmt: skip
-    """Return the `LoRAWeights` of these arguments."""
     groups = (lora_a, lora_b, ranks, *scales)
     return _known(groups, schemes, lambda a, b, r, *s: LoRAWeights.of(a, b, r, s, schemes, names))
 

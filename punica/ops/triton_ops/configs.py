@@ -60,7 +60,6 @@ def tuned_file_name(op_type: str, add_inputs: bool | None, gpu_name: str) -> str
 
 @functools.cache
 def _gpu_name(device: torch.device | None = None) -> str:
-    """Return the name of the GPU ``device`` (None: the current one); "cpu" where it is none."""
     is_gpu = torch.cuda.is_available() and (device is None or device.type == "cuda")
     return torch.cuda.get_device_name(device) if is_gpu else "cpu"
 
@@ -119,7 +118,6 @@ def _leaves(
 
 
 def _complete(op_type: str, leaf: Any, where: str) -> Config:
-    """Check a configuration and fill in its optional keys."""
     required = (*_BLOCKS, "num_warps", "num_stages", *(() if op_type == "expand" else ("split_k",)))
     known = (*required, *_OPTIONAL.get(op_type, ("row_wise", "tiles_n")), *_UNUSED)
     if not isinstance(leaf, dict):
