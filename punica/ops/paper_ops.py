@@ -156,11 +156,10 @@ def _slots_of_rows(
         raise ValueError(f"token_nums is {token_nums}; inputs has {rows} rows")
     if any(tensor.is_meta for tensor in (starts, lengths, slots)):
         return torch.empty(rows, dtype=slots.dtype, device="meta")
-    lengths, starts = lengths[:batches], starts[:batches]
-    covered = int(lengths.sum())
-    if covered != token_nums:
-        raise ValueError(f"seq_len_tensor covers {covered} rows but token_nums is {token_nums}")
-    if not torch.equal(starts.to(lengths), torch.cumsum(lengths, 0) - lengths):
+    lengths, starts = lengths[:batches].long(), starts[:batches].long()  # no sum or start wraps
+    if (covered := int(lengths.sum())) != token_nums or (lengths < 0).any():
+        raise ValueError(f"seq_len_tensor has sum {covered}; expected lengths >= 0, of sum token_nums, {token_nums}")
+    if not torch.equal(starts.to(lengths.device), torch.cumsum(lengths, 0) - lengths):
         raise ValueError(f"b_seq_start_loc is {starts.tolist()}; expected the running sum of seq_len_tensor from 0")
     per_row = slots.new_full((rows,), -1)
     per_row[:token_nums] = torch.repeat_interleave(slots[:batches], lengths)

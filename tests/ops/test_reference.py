@@ -131,8 +131,11 @@ def test_bad_slices_raise(ops, offset, size, match):
 
 @pytest.mark.parametrize(
     ("starts", "lengths", "tokens", "match"),
-    [([0, 2], [2, 1], 4, "covers 3 rows"), ([0, 1], [2, 2], 4, "running sum"), ([0, 2], [2, 2], 5, "token_nums is 5")],
-    ids=["short", "overlap", "too-many"],
+    [
+        ([0, 2], [2, 1], 4, "sum 3"), ([0, 1], [2, 2], 4, "running sum"), ([0, 2], [2, 2], 5, "token_nums is 5"),
+        ([0, 5], [5, -1], 4, ">= 0"),
+    ],
+    ids=["short", "overlap", "too-many", "negative"],
 )
 def test_bad_segments_raise(ops, starts, lengths, tokens, match):
     out = torch.full((4, 1), 5.0)
@@ -141,3 +144,11 @@ def test_bad_segments_raise(ops, starts, lengths, tokens, match):
             ONES(4, 2), ONES(2, 1, 2), out, tensor(starts), tensor(lengths), tensor([0, 1]), 2, 2, tokens, 1.0
         )
     assert (out == 5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32], ids=str)
+def test_segments_of_every_integer_dtype(ops, dtype):
+    x, a, out = normal(300, 4), normal(3, 2, 4, seed=1), torch.empty(300, 2)
+    starts, lengths, slots = tensor([0, 100, 200]), tensor([100] * 3, dtype=dtype), tensor([2, -1, 0], dtype=dtype)
+    ops.sgmv_shrink(x, a, out, starts, lengths, slots, 3, 100, 300, 1.0)
+    assert_shrunk(out, products(x, a, slots.long().repeat_interleave(lengths.long()), 1.0))
