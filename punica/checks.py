@@ -10,8 +10,7 @@ _MOST_SHOWN = 200  # characters of a value in a message; a request may contain m
 
 
 def clip(value: object) -> str:
-    """Return ``repr(value)`` truncated for a message; its type where ``repr`` fails (nesting or digits beyond limits).
-    """
+    """Return ``repr(value)`` truncated for a message; its type where that fails (nesting or digits beyond limits)."""
     length = ""
     if isinstance(value, (str, bytes, list, tuple)) and len(value) > _MOST_SHOWN:
         value, length = value[:_MOST_SHOWN], f" (first of {len(value)})"
@@ -35,8 +34,7 @@ def as_int(name: str, value: object) -> int:
 
 
 def check_count(name: str, value: object, lowest: int = 1, meaning: str = "") -> int:
-    """Convert to an int >= ``lowest`` (``meaning``: of that limit, for the message); TypeError / ValueError otherwise.
-    """
+    """Convert to an int >= ``lowest`` (``meaning``: of that limit, for messages); TypeError / ValueError otherwise."""
     number = as_int(name, value)
     if number < lowest:
         raise ValueError(f"{name} is {clip(number)}, must be >= {lowest}" + (f" ({meaning})" if meaning else ""))

@@ -84,9 +84,7 @@ class Invocation:
 
     @torch.inference_mode()  # else inputs made in it could not be refilled
     def decode_step(self, batch_size: int, kv_length: int) -> Callable[[], torch.Tensor]:
-        """Begin a step of `batch_size` requests with `kv_length` cached tokens; return its call, which gives `[T,
-        hidden]`; only that of the step begun last is valid.
-        """
+        """Begin a step; return its call, which gives `[T, hidden]`. Only that of the step begun last is valid."""
         layout = spans(batch_size, 1, kv_length)
         if self.device.type != "cuda":
             return partial(self.forward, *self.begin(layout))

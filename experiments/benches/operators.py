@@ -204,9 +204,7 @@ def grouped_product() -> Callable[..., torch.Tensor] | None:
 
 @cache
 def grouped_mm_available(device: torch.device | str, dtype: torch.dtype, width: int = 32) -> bool:
-    """Check by one product that this torch multiplies groups of ``dtype`` matrices of ``width`` columns on ``device``;
-    it may want rows of whole units of 16 bytes.
-    """
+    """Check by one product on ``device`` in ``dtype``; it may want rows of whole units of 16 bytes."""
     product = grouped_product()
     if product is None:
         return False

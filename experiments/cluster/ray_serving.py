@@ -32,9 +32,7 @@ from punica.engine import Engine, EngineConfig, Request, RequestState
 
 @dataclass(frozen=True)
 class Served:
-    """A served trace: first and last token in seconds [n], tokens, steps of runners; lost runners, evictions, requests
-    computed again, and whether other work disturbed it.
-    """
+    """A served trace: first and last token in seconds [n]; ``lost`` runners; whether other work ``disturbed`` it."""
 
     first_token_s: NDArray[np.float64]
     finish_s: NDArray[np.float64]

@@ -61,9 +61,7 @@ def load(argument: str, path: Path) -> pd.DataFrame:
 
 
 def join(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
-    """Points of equal `KEY`, in the order of `a`, with `COLUMNS`; `ratio` is B / A, missing where it says nothing.
-    `ConfigError` without pairs, or where units differ.
-    """
+    """Points of equal `KEY`, in the order of `a`; `ratio` is B / A. `ConfigError`: no pairs, or units differ."""
     whole = dict.fromkeys(("batch_size", "seq_len", "rank", "gpu"), "Int64") | {"t_s": "Float64"}
     pairs = a.astype(whole).merge(b.astype(whole)[[*KEY, "unit", "value"]], on=KEY, suffixes=("", "_b"))
     pairs = pairs.rename(columns={"value": "a", "value_b": "b"})
@@ -77,7 +75,6 @@ def join(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
 
 
 def content(rows: pd.DataFrame) -> str:
-    """List figures, systems, models and timers of a set, for messages."""
     found = {name: distinct(rows, name)[:6] for name in ("figure", "system", "model", "timer")}
     return "; ".join(f"{name} {', '.join(values) or '-'}" for name, values in found.items())
 

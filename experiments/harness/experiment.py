@@ -107,9 +107,7 @@ class Experiment(ABC):
 
 
 def config_hash(experiment: Experiment, cfg: Config, point: Point, machine: Mapping[str, Any]) -> str:
-    """Twelve hex digits over what decides the number of `point`: columns, settings, version, protocol and `machine`;
-    its code has a hash of its own (`harness.source`).
-    """
+    """Twelve hex digits over what decides the number of `point`, but for its code (`harness.source`)."""
     protocol = {
         "timer": cfg.timer.name,
         "scale": [getattr(cfg.scale, key.partition(".")[2]) for key in PROTOCOL],

@@ -154,9 +154,7 @@ class TimerConf(Settings):
 
 
 class ScaleConf(Settings):
-    """One dial for cost: sizes, grids and repeats of every figure (`conf/scale/{smoke,laptop,gpu,paper}.yaml`, but what
-    most of them have alike).
-    """
+    """One dial for cost: sizes, grids and repeats of every figure (`conf/scale/*.yaml`; here what most have alike)."""
 
     name: str
     warmup: int = Field(ge=0)  # untimed calls per system and point

@@ -75,7 +75,6 @@ def tabulated(table: str, found: list[Line]) -> list[str]:
 
 
 def _of_experts(found: list[experts.Line]) -> list[str]:
-    """The table of experts, and best public kernel over ours."""
     times, best = _times(found), np.array([line.best_existing() for line in found])
     sums = pd.DataFrame({name: [line.total(ending) for line in found] for name, ending in SUMS.items()}, dtype=float)
     ratios = pd.DataFrame({name: best / sums[name] for name in sums})

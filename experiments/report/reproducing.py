@@ -119,7 +119,6 @@ def disk(verdict: Verdict, machines: Sequence[Machine]) -> str:
 
 
 def figures_table() -> list[str]:
-    """Build lines of Markdown: an experiment, its command, and its minutes."""
     lines = []
     for one in experiments():
         given = [f"{value:g} ({scale})" for scale in reversed(SCALES) if (value := minutes(one.name, scale))]

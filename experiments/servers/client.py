@@ -42,9 +42,7 @@ class Server:
 
 
 def address(url: str, option: str) -> str:
-    """Return `url` without a final slash and /v1. `ConfigError`: not http, or with a password, which would be stored.
-    `option`: name of the command line's option, for the message.
-    """
+    """Return `url` without a final slash and /v1. `ConfigError`: not http, or with a password (it would be kept)."""
     try:
         parts = HttpUrl(url)
     except ValueError:

@@ -70,9 +70,7 @@ class Served:
 
 
 def run_readings(run: Run) -> list[Reading]:
-    """Readings of the requests that began in the measured time, and of what arrived in it. `CheckFailed`: no request
-    began in it.
-    """
+    """Readings of requests that began in the measured time, and of what arrived in it. `CheckFailed`: none began."""
     begin, end = run.span.measured
     users = [answer for answer in run.answers if begin <= answer.at < end]
     if not users:

@@ -35,9 +35,7 @@ print(f"vllm {vllm}, torch {torch}", *(f"punica {one}" for one in ours), sep=", 
 
 @dataclass(frozen=True)
 class System:
-    """One engine in one setting: arguments of its constructor, variables of its environment. `module`: what its process
-    runs, the worker or its server.
-    """
+    """One engine in one setting. `module`: what its process runs, the worker or its server."""
 
     engine: str
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -80,11 +80,9 @@ class Vllm:
         self.about = f"vllm {vllm.__version__}, torch {version('torch')}"
 
     def generate(self, prompts: list[list[int]], adapters: list[int], new_tokens: list[int]) -> list[list[int]]:
-        """Continue every prompt by exactly its number of new tokens."""
         return [list(answer.token_ids) for answer in self._answers(prompts, adapters, new_tokens)]
 
     def scored(self, prompts: list[list[int]], adapters: list[int], new_tokens: list[int]) -> list[Scored]:
-        """Do the same, with the log-probability of each token."""
         answers = self._answers(prompts, adapters, new_tokens, logprobs=0)
         return [[(t, one[t].logprob) for t, one in zip(a.token_ids, a.logprobs, strict=True)] for a in answers]
 

@@ -126,8 +126,7 @@ def check_finite(module: str, is_a: bool, placed: Tensor, read: Tensor) -> None:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Tell if no element is NaN or inf (all bits of the exponent set): numpy's largest integer, at the cache's speed.
-    """
+    """Tell if no element is NaN or inf (all bits of the exponent set): numpy's largest integer, at cache speed."""
     if tensor.is_meta or not tensor.numel():
         return True
     if tensor.device.type != "cpu":

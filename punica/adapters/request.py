@@ -129,8 +129,7 @@ def check_same_source(known: LoRARequest | None, request: LoRARequest) -> None:
 
 
 def distinct_requests(requests: Iterable[LoRARequest | None]) -> dict[int, LoRARequest]:
-    """`{id: request}` in order of first appearance; `load_inplace` takes precedence. ValueError: one id with two names.
-    """
+    """`{id: request}` in order of appearance; `load_inplace` takes precedence. ValueError: one id with two names."""
     wanted: dict[int, LoRARequest] = {}
     for request in requests:
         if request is None:

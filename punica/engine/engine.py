@@ -60,7 +60,6 @@ class Engine(Generation):
     Args:
         model: a backbone with its weights. With LoRA its layers are replaced in place: it belongs to this engine.
         lora_config: slots and ranks, e.g. ``engine_config.lora_config(max_lora_rank=16)``; ``None``: no LoRA layers.
-        engine_config: sizes.
         admission: name of an admission rule: ``"fcfs"`` (Punica), ``"fcfs_many"``, ``"resident_first"`` (more adapters
             than slots), ``"single_adapter"``, ``"static"``, ``"chunked"`` (with ``EngineConfig.prefill_chunk``).
         tokenizer: a transformers tokenizer, for text in and text out.

@@ -16,8 +16,6 @@ class GenerationResult:
     """Result of a request that has ended.
 
     Attributes:
-        request_id: name of the request.
-        prompt_token_ids: its prompt.
         token_ids: generated tokens, including one that ended it.
         text: of ``token_ids``, without special tokens unless asked for, and up to the stop token or stop string that
             ended it; it continues the prompt, so it may begin with a space. ``None`` on an engine without a tokenizer.

@@ -112,8 +112,7 @@ def _files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One tensor of a checkpoint, with its full shape, and the parameter it fills, or the ``shard_id`` of a packed one.
-    """
+    """One tensor of a checkpoint, and the parameter it fills, or the ``shard_id`` of a packed one."""
 
     name: str
     shape: tuple[int, ...]

@@ -109,8 +109,7 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = norms
 
     def forward(self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """Add ``delta`` (of the layer before) and attention to the residual ``x [T, hidden]``; return the MLP's output.
-        """
+        """Add ``delta`` (of the layer before) and attention to residual ``x [T, hidden]``; return the MLP's output."""
         delta = self.self_attn(normed(self.input_layernorm, x, delta), cos, sin, attention)
         return self.mlp(normed(self.post_attention_layernorm, x, delta))
 

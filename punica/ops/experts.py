@@ -28,8 +28,7 @@ batch-invariant and tuned calls, else `punica.ops.triton_ops.moe_rules.most_naiv
 
 
 class Fp8Experts(NamedTuple):
-    """Scales of both products. ``x_scale``: of an x in FP8; ``h_scale``: of the intermediate, ``[T*k]`` rows, in FP8.
-    """
+    """Scales of both products; of an x in FP8 ``x_scale``, of the intermediate ``h_scale``, ``[T*k]`` rows."""
 
     a_scale: Sequence[Tensor]
     b_scale: Sequence[Tensor]

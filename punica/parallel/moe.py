@@ -84,8 +84,7 @@ def expert_map_of(local: list[int], num_experts: int) -> Tensor:
 
 
 def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` most probable experts of each row, float32 and int64 ``[T, k]``; ``renormalize``: their sum is 1.
-    """
+    """The ``top_k`` most probable experts of each row, ``[T, k]`` float32 and int64; ``renormalize``: to the sum 1."""
     weights, ids = torch.softmax(router_logits.float(), dim=-1).topk(top_k, dim=-1)
     return (weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights), ids
 

@@ -106,7 +106,6 @@ class RequestState:
     """State of a request in one engine. Preempted, it keeps its output, which is recomputed later with the prompt.
 
     Args:
-        request: the request.
         seed: seed of its draws.
         eos_token_ids: the model's end tokens, which end it unless its parameters ignore them.
         text: text of its output (``punica.engine.text.GrowingText``), if it has stop strings.
@@ -114,8 +113,6 @@ class RequestState:
 
     Attributes:
         request_id, prompt_token_ids, adapter, adapter_id, final_kv_length, params: of the request.
-        end_token_ids: tokens that end it.
-        output_token_ids: generated tokens.
         is_ahead: its next token is being computed, and counts as generated already; false between two steps.
         logprobs: one entry per output token, if the request asks for them.
         status: WAITING, RUNNING, FINISHED, FAILED with the reason in ``error``, or ABORTED.

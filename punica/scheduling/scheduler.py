@@ -51,7 +51,6 @@ class Scheduler:
     """The queue, the running batch and their blocks. Between two steps exactly the requests in the batch own blocks.
 
     Args:
-        rule: the admission rule.
         blocks: the KV blocks; their owners are request ids.
         max_batch_size: most requests in the batch.
         max_tokens: most token rows in one invocation; only rules with several prefills per step reach it.

@@ -40,7 +40,6 @@ class Settings:
     """Names, keys and limits of a server.
 
     Args:
-        base: name of the base model.
         adapters: those that have a name from the start; their ids are distinct.
         roots: real paths of the folders that ``/v1/load_lora_adapter`` may read; none: it is refused.
         max_queue: most generations that wait beside a full batch; further calls get 429.

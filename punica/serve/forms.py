@@ -100,10 +100,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 class TextEvents:
-    """Events with the new text of a choice; what surrounds the text is encoded once, as most events differ in it only.
-
-    ``head``: fields before the choices.
-    """
+    """Events with the new text of a choice; what surrounds the text is encoded once, as most differ in it only."""
 
     def __init__(self, form: ChatForm | CompletionForm, head: dict[str, Any]) -> None:
         self._form, self._head = form, head

@@ -123,9 +123,7 @@ class CompletionBody(GenerationBody):
 
 
 class Message(BaseModel):
-    """Message of a chat. ``content`` may be null where it is the assistant's; its parts `messages_of` checks. ``name``:
-    of the speaker.
-    """
+    """Message of a chat; ``content`` may be null where it is the assistant's, its parts `messages_of` checks."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

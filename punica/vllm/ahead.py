@@ -27,8 +27,7 @@ _log = logging.getLogger("vllm.punica")
 
 
 class LayerForm(NamedTuple):
-    """Sizes of a dense layer that its kernels depend on: rank of the slots, columns of the input, widths of the output.
-    """
+    """Sizes of a dense layer that its kernels depend on: rank of its slots, columns of inputs, widths of outputs."""
 
     slots: int
     rank: int

@@ -70,8 +70,7 @@ class GPUBackend(ExpertMethods):
 
 
 def verify_indices(batch: LoRABatch) -> None:
-    """Compare `LoRABatch.tensors` with those of its rows, waiting for the device. ValueError: the first that differs.
-    """
+    """Compare `LoRABatch.tensors` with its rows, waiting for the device. ValueError: the first that differs."""
     step = LoRABatch(batch.max_num_tokens, batch.max_loras)
     step.fill(batch.rows)
     for name, found, wanted in zip(_TENSORS, batch.tensors, step.tensors, strict=True):
