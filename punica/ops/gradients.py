@@ -107,7 +107,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 def _room(x: Tensor, width: int, batch: LoRABatch) -> tuple[Tensor, bool]:
     """Return an output of the LoRA term alone, and whether to add to it: not where every row has an adapter."""
-    idle = bool((batch.rows.present[0] < 0).any())
+    idle = x.shape[0] > batch.num_rows or bool((batch.rows.present[0] < 0).any())
     return (x.new_zeros if idle else x.new_empty)(x.shape[0], width), idle
 
 

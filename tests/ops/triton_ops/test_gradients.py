@@ -141,6 +141,17 @@ def test_experts_are_slots_of_pairs():
     torch.testing.assert_close(torch.autograd.grad(y.sin().sum(), a), torch.autograd.grad(want.sin().sum(), a))
 
 
+def test_spare_rows_behind_a_step_of_adapters_alone_get_no_term(monkeypatch):
+    """Memory of new outputs is never read."""
+    monkeypatch.setattr(Tensor, "new_empty", lambda one, *size, **form: one.new_full(size, torch.nan, **form))
+    given = [one.data.nan_to_num_(0.0).requires_grad_() for one in leaves()]
+    y = linear(*given, base=(), batch=step([2, 0, 2], slot_count=COUNT, rows=8))
+    y.sum().backward()
+    assert y[:3].all()
+    for one in (y[3:], given[0].grad[3:]):
+        assert torch.equal(one, torch.zeros_like(one))
+
+
 def test_refuses_what_would_give_no_or_another_gradient():
     given, batch = leaves(), LoRABatch.of_slots(torch.tensor(SLOTS))
     for error, message, options in [
