@@ -10,6 +10,7 @@ import numpy as np
 from punica.checks import clip
 
 MOST_INVOCATION = 256  # tokens; a search compares each with the candidates that are left
+_TAIL = 1024  # tokens of a prompt that are searched first
 
 
 def check_invocation(tokens: object) -> tuple[int, ...] | None:
@@ -34,8 +35,11 @@ def activation_start(tokens: Sequence[int], invocation: Sequence[int]) -> int | 
     The adapter works from there on, and on all tokens that are generated; without an occurrence on no token at all,
     whatever is generated. So does PEFT (`calculate_alora_offsets`).
     """
-    ids = np.asarray(tokens)
-    starts = np.arange(len(ids) - len(invocation) + 1)
-    for offset, token in enumerate(invocation):
-        starts = starts[ids[starts + offset] == token]
-    return int(starts[-1]) if len(starts) else None
+    for first in (max(0, len(tokens) - _TAIL), 0):
+        ids = np.asarray(tokens[first:])
+        starts = np.arange(len(ids) - len(invocation) + 1)
+        for offset, token in enumerate(invocation):
+            starts = starts[ids[starts + offset] == token]
+        if len(starts):
+            return first + int(starts[-1])
+    return None

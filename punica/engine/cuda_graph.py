@@ -238,13 +238,13 @@ def decode_sizes(max_rows: int) -> list[int]:
 
 
 def prompt_sizes(max_rows: int) -> list[int]:
-    """List the captured numbers of prompt rows: multiples of 64, from 1024 on eighths of a power of two.
+    """List the captured numbers of prompt rows: 32, multiples of 64, from 1024 on eighths of a power of two.
 
     The last is at least ``max_rows``. Padding adds at most 63 rows, or an eighth.
     """
     sizes = [0]
     while sizes[-1] < max_rows:
-        sizes.append(sizes[-1] + (1 << max(6, sizes[-1].bit_length() - 4)))
+        sizes.append(sizes[-1] + (32 if sizes[-1] < 64 else 1 << max(6, sizes[-1].bit_length() - 4)))
     return sizes[1:]
 
 

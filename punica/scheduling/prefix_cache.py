@@ -69,8 +69,9 @@ class PrefixCache(BlockManager):
         found = self._search[1] if asked == self._search[0] else []
         self._search = asked, found
         serial = self._registered[found[-1]].serial if found else 0
+        before = key.until(0)
         for end in range((len(found) + 1) * size, most + 1, size):
-            block = self._entries.get((serial, tokens(end - size, end), key.until(end)))
+            block = self._entries.get((serial, tokens(end - size, end), before if end <= key.activation else key))
             if block is None:
                 break
             found.append(block)

@@ -95,7 +95,7 @@ def test_a_step_that_finds_no_memory_for_its_graph_is_launched_by_the_host_and_n
     monkeypatch.setattr(OnHost, "lacks", frozenset({shape}))
     graphs = engine.runner.graphs
     serve(engine, backbone)
-    others = [GraphShape(64, 0, 0), GraphShape(64, 2, 1), GraphShape(0, 1, 1)]
+    others = [GraphShape(32, 0, 0), GraphShape(32, 2, 1), GraphShape(0, 1, 1)]
     assert graphs.tried == [*others[:2], shape, others[2]]
     assert graphs.replayed == others, "and two steps of that shape without"
     assert (graphs.statistics.graphs, graphs.statistics.refused) == (3, 1)
@@ -122,11 +122,13 @@ def test_all_graphs_beforehand_are_all_that_steps_need_and_share_their_results(e
     decodes = [GraphShape(0, *rest) for rest in ((2, 2), (2, 1), (2, 0), (1, 1), (1, 0))]
     assert graphs.tried == decodes
     engine.capture_graphs(32)
-    prompts = [GraphShape(64, *rest) for rest in ((2, 2), (2, 1), (2, 0), (0, 1), (0, 0))]
+    longer, prompts = (
+        [GraphShape(rows, *rest) for rest in ((2, 2), (2, 1), (2, 0), (0, 1), (0, 0))] for rows in (64, 32)
+    )
     assert graphs.tried == decodes + prompts
-    assert engine.runner.shapes.up_to(10_000, vocabulary=False) == prompts + decodes, "no step is longer"
+    assert engine.runner.shapes.up_to(10_000, vocabulary=False) == longer + prompts + decodes, "no step is longer"
     serve(engine, backbone)
-    assert {GraphShape(64, 0, 0), GraphShape(64, 2, 1)} < set(graphs.replayed), "the first request has no adapter"
+    assert {GraphShape(32, 0, 0), GraphShape(32, 2, 1)} < set(graphs.replayed), "the first request has no adapter"
     assert len(graphs.tried) == 10
     for part in ("logits", "best"):
         found = [getattr(captured.result, part) for captured in graphs._captured.values()]
@@ -140,10 +142,10 @@ def test_all_graphs_beforehand_are_all_that_steps_need_and_share_their_results(e
 
 def test_a_warm_engine_has_all_graphs_that_steps_need(backbone, monkeypatch) -> None:
     """What finds no memory runs once without a graph, and then in every step."""
-    refused = GraphShape(64, 2, 2)
+    refused = GraphShape(32, 2, 2)
     monkeypatch.setattr(OnHost, "lacks", frozenset({refused}))
     engine = build(backbone, warm_up=True)
-    graphs, shapes = engine.runner.graphs, engine.runner.shapes.up_to(32, vocabulary=False)
+    graphs, shapes = engine.runner.graphs, engine.runner.shapes.up_to(64, vocabulary=False)
     assert graphs.tried == shapes
     assert (graphs.statistics.graphs, graphs.statistics.refused) == (len(shapes) - 1, 1)
     serve(engine, backbone)
@@ -155,8 +157,8 @@ def test_steps_have_graphs_of_their_own_while_an_adapter_is_for_embedding_and_he
     graphs, plain = engine.runner.graphs, backbone.adapters[1]
     states = [engine.add_request(Request(f"r{i}", [3, 1], 5, ends if i else plain)) for i in range(2)]
     engine.step()  # the plain one alone; the other joins the next step, launched already
-    assert graphs.replayed[0] == GraphShape(64, 0, 1)
-    assert graphs.replayed[-1] == GraphShape(64, 2, 1, vocabulary=True)
+    assert graphs.replayed[0] == GraphShape(32, 0, 1)
+    assert graphs.replayed[-1] == GraphShape(32, 2, 1, vocabulary=True)
     finish(engine)
     assert graphs.replayed[-1].vocabulary
     assert are_served(backbone, states[0])
@@ -235,4 +237,4 @@ def test_steps_with_drafts_have_graphs_of_their_own(backbone) -> None:
     assert are_served(backbone, *states)
     assert graphs.tried == shapes, "none is captured later"
     drafts = {GraphShape(*rest, verifies=True) for rest in ((8, 0, 2), (4, 0, 1))}
-    assert drafts | {GraphShape(64, 0, 1)} <= set(graphs.replayed), "the second prompt has drafts beside it"
+    assert drafts | {GraphShape(32, 0, 1)} <= set(graphs.replayed), "the second prompt has drafts beside it"

@@ -46,8 +46,8 @@ def test_steps_of_all_sizes_run_and_leave_the_engine_as_new(backbone, forwards, 
 
 def test_longest_prompts_of_a_warm_up(backbone, forwards, monkeypatch) -> None:
     monkeypatch.setattr("punica.engine.engine.WARM_UP_TOKENS", 1)
-    assert max(shape.prompt_rows for shape in build(backbone, True).runner.shapes.up_to(1, vocabulary=False)) == 64
-    assert max(rows for rows, _ in forwards) == 64 + 4
+    assert max(shape.prompt_rows for shape in build(backbone, True).runner.shapes.up_to(1, vocabulary=False)) == 32
+    assert max(rows for rows, _ in forwards) == 32 + 4
     monkeypatch.setattr("punica.engine.engine.WARM_UP_TOKENS", 10_000)
     forwards.clear()
     build(backbone, True)

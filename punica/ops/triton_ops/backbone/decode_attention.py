@@ -131,9 +131,9 @@ def _attend(q, keys_ptr, values_ptr, table_ptr, begin, end, SHAPE: tl.constexpr)
 
 
 @triton.jit
-def tokens_of_part(length, part, SHAPE: tl.constexpr):
-    """Return begin and end of one of SHAPE.splits parts of ``length`` tokens, in whole tiles; the last may be empty."""
-    size = tl.cdiv(tl.cdiv(length, SHAPE.block_n), SHAPE.splits) * SHAPE.block_n
+def tokens_of_part(length, part, parts, BLOCK_N: tl.constexpr):
+    """Return begin and end of one of ``parts`` parts of ``length`` tokens, in whole tiles; the last may be empty."""
+    size = tl.cdiv(tl.cdiv(length, BLOCK_N), parts) * BLOCK_N
     begin = tl.minimum(part * size, length)
     return begin, tl.minimum(begin + size, length)
 
@@ -157,7 +157,7 @@ def _decode_attention_kernel(
     heads = kv_head * GROUP + offs_g
     mask = (offs_g < GROUP)[:, None] & (offs_d < SIZE)[None, :]
     length = tl.load(lengths_ptr + row)  # no kernel writes it, nor the order or the table
-    begin, end = tokens_of_part(length, split, SHAPE)
+    begin, end = tokens_of_part(length, split, SPLITS, SHAPE.block_n)
     pdl_launch_then_wait(SHAPE.pdl)
     q = tl.load(q_ptr + row * q_stride + heads[:, None] * SIZE + offs_d[None, :], mask=mask, other=0.0)
     acc, largest, total = _attend(

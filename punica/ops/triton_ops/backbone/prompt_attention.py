@@ -9,16 +9,17 @@ or of earlier chunks of the prompt. Without any (``cached``) the rows are whole 
 as they are projected, before the cache rounds them.
 
 A program takes a tile of rows of one prompt and one head, and walks over its keys in blocks counted from the prompt's
-first row (FlashAttention-2). So a prompt has the same bits wherever its rows are and whatever prompts are beside it.
+first row (FlashAttention-2). So a prompt in one part has the same bits wherever its rows are and whatever prompts are
+beside it.
 
 Where every request has a few rows (verified drafts) a tile has 16 of them, and products of fewer instructions.
 
-A few rows behind a long prefix are few programs: then each of several takes a part of the cached tokens, the last one
-the own rows as well, and a second kernel adds the parts in order (as `decode_attention`).
+The grid is (H, P), with P at least the most tiles that so many rows of so many prompts can have. Where they begin is
+read on the device: a captured graph serves all prompts that fit into its rows. Of a prompt the last tiles, which have
+the most keys, begin first.
 
-The grid is (H, tiles, splits), where tiles are the most that so many rows of so many prompts can have. Where they begin
-is read on the device: a captured graph serves all prompts that fit into its rows. Programs without a tile end at once,
-and of a prompt the last tiles, which have the most keys, begin first.
+A few rows behind a long prefix are few tiles: then as many programs as P has for each take a part of the cached tokens,
+the last of them the own rows as well, and a second kernel adds the parts in order (as `decode_attention`).
 
 torch 2.11's `varlen_attn` has no instructions of Hopper: with 32 heads of 128 on an H200, 2,048 rows take 91 us here
 and 171 there, a prompt of 512 rows in a graph of 32 takes 15 and 36.
@@ -48,8 +49,6 @@ from punica.ops.triton_ops.op import check_runnable
 
 FEW_ROWS = 16
 """Rows of a request, and of a tile, where all requests have so few."""
-MOST_PARTS = 4
-"""Parts of the cached tokens that are chosen at most: programs of prompts that are not there start as often."""
 
 
 class _Shape(NamedTuple):
@@ -57,7 +56,7 @@ class _Shape(NamedTuple):
 
     group: queries per kv head. size: of a head. prompts: power of two >= prompts. scale: of scores, base 2.
     page: tokens of a block of the cache, 0 without. format: of cached keys and values, as of `fp8_format`.
-    splits: parts of the cached tokens.
+    splits: parts of the cached tokens at most.
     """
 
     group: int
@@ -75,18 +74,24 @@ class _Shape(NamedTuple):
 
 
 @triton.jit
-def _find_tile(tile, starts_ptr, num_prompts, SHAPE: tl.constexpr):
-    """Return first and last + 1 row of a tile's prompt, the tile's number in it and the prompt; zeros for no tile."""
+def _find_tile(index, starts_ptr, num_prompts, SHAPE: tl.constexpr):
+    """Return first and last + 1 row of a program's prompt (zeros: of none), the number of its tile in it, the prompt,
+    the part of its cached tokens, and how many parts it has.
+    """
     offs = tl.arange(0, SHAPE.prompts)
     mask = offs < num_prompts
     starts = tl.load(starts_ptr + offs, mask=mask, other=0)
     ends = tl.load(starts_ptr + 1 + offs, mask=mask, other=0)
     tiles = (ends - starts + SHAPE.block_m - 1) // SHAPE.block_m  # [PROMPTS]
     until = tl.cumsum(tiles, 0)
-    own = (until > tile) & (until - tiles <= tile)
+    most = tl.maximum(tl.max(until, 0), 1)
+    part, parts = index // most, tl.minimum(tl.num_programs(1) // most, SHAPE.splits)
+    tile = index - part * most
+    own = (until > tile) & (until - tiles <= tile) & (part < parts)
     begin = tl.sum(tl.where(own, starts, 0), 0)
     end = tl.sum(tl.where(own, ends, 0), 0)
-    return begin, end, tl.sum(tl.where(own, tile - until + tiles, 0), 0), tl.sum(tl.where(own, offs, 0), 0)
+    number = tl.sum(tl.where(own, tile - until + tiles, 0), 0)
+    return begin, end, number, tl.sum(tl.where(own, offs, 0), 0), part, parts
 
 
 @triton.jit
@@ -172,8 +177,8 @@ def _prompt_attention_kernel(
     BLOCK_N: tl.constexpr = SHAPE.block_n
     SPLITS: tl.constexpr = SHAPE.splits
     head = tl.program_id(0)
-    found = _find_tile(tl.num_programs(1) - 1 - tl.program_id(1), starts_ptr, num_prompts, SHAPE)
-    begin, end, tile, prompt = found
+    index = tl.num_programs(1) - 1 - tl.program_id(1)
+    begin, end, tile, prompt, part, parts = _find_tile(index, starts_ptr, num_prompts, SHAPE)
     pdl_launch_then_wait(SHAPE.pdl)
     if end > begin:
         offs_d = tl.arange(0, SHAPE.block_d)
@@ -191,11 +196,11 @@ def _prompt_attention_kernel(
         whole = begin + tile * BLOCK_M // BLOCK_N * BLOCK_N  # blocks of keys before every row of the tile end there
         if SHAPE.page > 0:
             length = tl.load(lengths_ptr + prompt)
-            start_of_part, end_of_part = tokens_of_part(length, tl.program_id(2), SHAPE)
+            start_of_part, end_of_part = tokens_of_part(length, part, parts, BLOCK_N)
             cached = (keys_ptr + kv_at, values_ptr + kv_at, cache_stride, table_ptr + prompt.to(tl.int64) * table_width)
             for start in tl.range(start_of_part, end_of_part, BLOCK_N, num_stages=SHAPE.stages):
                 acc, largest, total = _add_cached((acc, largest, total), q, cached, start, end_of_part, SHAPE)
-            if SPLITS > 1 and tl.program_id(2) < SPLITS - 1:  # own rows are the last part's
+            if SPLITS > 1 and part < parts - 1:  # own rows are the last part's
                 begin, whole, last = end, end, end
         for start in tl.range(begin, whole, BLOCK_N, num_stages=SHAPE.stages):
             acc, largest, total = _add_block((acc, largest, total), q, heads, start, rows, end, SHAPE, False)
@@ -206,10 +211,13 @@ def _prompt_attention_kernel(
             tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
         else:
             mean = acc / tl.where(total > 0, total, 1.0)[:, None]
-            partial = (rows.to(tl.int64) * tl.num_programs(0) + head) * SPLITS + tl.program_id(2)
+            partial = (rows.to(tl.int64) * tl.num_programs(0) + head) * SPLITS + part
             sums = tl.where(total > 0, largest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
             tl.store(sums_ptr + partial, sums, mask=rows < end)
             tl.store(out_ptr + partial[:, None] * SHAPE.size + offs_d[None, :], mean, mask=mask & (total > 0)[:, None])
+            unused = tl.arange(0, SPLITS)[None, :]  # behind the last part
+            unread = (rows < end)[:, None] & (unused > part) & (part == parts - 1)
+            tl.store(sums_ptr + (partial - part)[:, None] + unused, float("-inf"), mask=unread)
 
 
 class Cached(NamedTuple):
@@ -241,7 +249,8 @@ def prompt_attention(
         v: as ``k``.
         starts: int32 ``[N + 1]``, ascending: prompt i is rows ``[starts[i], starts[i + 1])``, which may be none.
         cached: tokens before each prompt (None: none).
-        splits: parts of the cached tokens, a power of two up to 32; ``None``: by the number of rows. Bits depend on it.
+        splits: parts of the cached tokens at most, a power of two up to 32; ``None``: by the number of rows. Bits depend
+            on it, and if it is not 1 on the prompts beside.
         most_rows: rows of a prompt at most, as far as known: tiles and parts suit so many. Bits depend on it.
     """
     _check(out, q, k, v, starts)
@@ -261,17 +270,18 @@ def prompt_attention(
         math.log2(math.e) / math.sqrt(size), supports_pdl(q.device),
     )  # fmt: skip
     tensors, table_width = (k, v, starts, starts), 0  # stand for what is not read
-    parts, sums = out, out
+    parts, sums, programs = out, out, max_tiles(rows, prompts, block_m)
     if cached is not None:
-        tiles = rows // min(block_m, most_rows or rows)
-        splits = splits or min(MOST_PARTS, choose_splits(max(1, tiles), heads, tile_bytes, q.device))
+        tiles = max(1, rows // min(block_m, most_rows or rows))
+        splits = splits or choose_splits(tiles, heads, stages * tile_bytes, q.device)
+        programs = max(programs, splits * tiles)
         shape = shape._replace(page=cached.block_size, format=fp8_format(cached.keys.dtype), splits=splits)
         if splits > 1:
             parts, sums = scratch_of_parts(out, splits)
         tensors = (as_operand(cached.keys), as_operand(cached.values), cached.block_table, cached.lengths)
         table_width = cached.block_table.shape[1]
     launch_alone(
-        _prompt_attention_kernel, (heads, max_tiles(rows, prompts, block_m), shape.splits),
+        _prompt_attention_kernel, (heads, programs, 1),
         (q, k, v, parts, starts, *tensors, sums), shape, strides=(q.stride(0), out.stride(0), k.shape[1] * size),
         dtypes=(q.dtype, None if cached is None else cached.keys.dtype), num_warps=warps, counts=(prompts, table_width),
     )  # fmt: skip
@@ -284,7 +294,7 @@ def _tile(size: int, itemsize: int, most_rows: int | None) -> tuple[int, int, in
     if itemsize > 2:
         return 32, 16, 2, 4
     if most_rows is not None and most_rows <= FEW_ROWS:
-        return FEW_ROWS, 32 if size > 128 else 64, 3, 4
+        return FEW_ROWS, 64 if size > 128 else 128, 2, 4
     return (128, 32, 2, 8) if size > 128 else (64, 64, 3, 4)
 
 
