@@ -86,17 +86,13 @@ class MixtureOfExperts(Experiment):
                              f"a batch of {batch}; give at least as many, or another workload")  # fmt: skip
         calls = self.kept((sizes, slots), lambda: MoEBench(sizes, slots, device)).checked_calls(rows)
         samples = microseconds(cfg, {point.system: calls[point.system] for point in points})
-        return [_readings(point.system, samples[point.system]) for point in points]
+        metrics = {name: "layer_latency" if name in LAYER else "latency" for name in samples}
+        return [sampled(metrics[point.system], samples[point.system], "us") for point in points]
 
 
 def panel_of(model: str, fp8: str | None, slots: int | None = None) -> str:
     """Name the panel of a model with adapters in the format `fp8` (None: the model's), in `slots` (None: usual)."""
-    parts = (model, fp8 and f"{fp8} adapters", slots and f"{slots} slots")
-    return ", ".join(part for part in parts if part)
-
-
-def _readings(system: str, samples: Sequence[float]) -> list[Reading]:
-    return sampled("layer_latency" if system in LAYER else "latency", samples, "us")
+    return ", ".join(part for part in (model, fp8 and f"{fp8} adapters", slots and f"{slots} slots") if part)
 
 
 EXPERIMENT = main(MixtureOfExperts, __name__)

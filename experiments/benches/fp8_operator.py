@@ -104,5 +104,4 @@ def _logits(cfg: Config, fp8: torch.dtype | None, requests: int, prompt: int, ra
     invocation = Invocation(llama, step_tokens(requests, prompt))
     token_ids, positions = invocation.begin(spans(requests, prompt, prompt))
     with torch.inference_mode():
-        hidden = llama(token_ids, positions, invocation.attention)
-        return llama.compute_logits(hidden), manager.slot_bytes
+        return llama.compute_logits(llama(token_ids, positions, invocation.attention)), manager.slot_bytes

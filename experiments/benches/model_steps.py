@@ -182,18 +182,15 @@ class LayerBench:
 
     def rows(self, batch_size: int) -> torch.Tensor:
         """Hidden states `[batch_size, hidden]`, the same first rows for every batch size."""
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(batch_size, self.hidden_size, generator=generator)
+        x = torch.randn(batch_size, self.hidden_size, generator=torch.Generator().manual_seed(1))
         return x.to(self.dtype).to(self.invocation.device)
 
     def begin(self, adapter_ids: list[int], kv_length: int, first_row: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Begin a decode step: `adapter_ids` one per row, 0: none; row i reads blocks of request `first_row + i`."""
         requests = spans(first_row + len(adapter_ids), 1, kv_length)[first_row:]
-        layout = [span._replace(start=row) for row, span in enumerate(requests)]
-        _, positions = self.invocation.begin(layout)
+        _, positions = self.invocation.begin([span._replace(start=row) for row, span in enumerate(requests)])
         self.manager.set_adapter_mapping(LoRAMapping(adapter_ids, adapter_ids))
-        cos, sin = self.rotary(positions)
-        return cos, sin
+        return self.rotary(positions)
 
     def run(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Run the layer: attention is added to `x [T, hidden]` in place, the MLP's output is returned."""

@@ -22,7 +22,7 @@ from punica.ops.triton_ops.plan import KernelPlan
 from punica.ops.triton_ops.schedules import Gpu, Problem, choose_expand, choose_shrink
 from punica.ops.weights import LoRAWeights, Stack
 from punica.vllm.ops import lora_linear
-from punica.wrapper import PunicaWrapperBase, PunicaWrapperGPU
+from punica.wrapper import PunicaWrapperGPU
 
 TOLERANCE = 1e-3
 """Largest relative error of one call in half precision; four times that after the many additions of a graph."""
@@ -120,13 +120,9 @@ def _flat(sets: OperatorSets, pdl: bool = True, ranked: bool = False, batch_inva
     return lambda i: lora_linear(sets.y[i], sets.x[i], sets.a[i], sets.b[i], *tensors, 1.0, **options)
 
 
-def _begun(sets: OperatorSets, **switches: bool) -> PunicaWrapperBase:
-    slots = sets.stacked_ranks.shape[1]
-    return begun(PunicaWrapperGPU, sets.slots.tolist(), slots, sets.operator.rank, sets.x.device, **switches)
-
-
 def _of_a_layer(sets: OperatorSets, **switches: bool) -> Call:
-    wrapper = _begun(sets, **switches)
+    slots = sets.stacked_ranks.shape[1]
+    wrapper = begun(PunicaWrapperGPU, sets.slots.tolist(), slots, sets.operator.rank, sets.x.device, **switches)
     stacks = zip(sets.stacked_a, sets.stacked_b, strict=True)
     weights = [LoRAWeights.of(a, b, sets.stacked_ranks) for a, b in stacks]
     return lambda i: wrapper.add_linear(sets.y[i], sets.x[i], weights[i])

@@ -215,8 +215,7 @@ def speedup_by_workload(rows: Rows) -> Finding:
 @claim("C31")
 def backbone_only_is_slightly_faster(rows: Rows) -> Finding:
     """Continuous batching without LoRA over Punica, Identical: the same engine with and without adapters."""
-    cells = serving(rows)
-    gain = {cell: cell.ratio((CONTINUOUS, "Identical"), (PUNICA, "Identical")) for cell in cells}
+    gain = {cell: cell.ratio((CONTINUOUS, "Identical"), (PUNICA, "Identical")) for cell in serving(rows)}
     papers = {cell.role: value for cell, value in gain.items() if cell.as_in_the_paper}
     text = _by_model({cell.measured_model: value for cell, value in gain.items()})
     return Finding({**papers, "smallest": min(gain.values()), "largest": max(gain.values())}, text)
@@ -225,9 +224,8 @@ def backbone_only_is_slightly_faster(rows: Rows) -> Finding:
 @claim("C32")
 def order_with_one_model(rows: Rows) -> Finding:
     """Throughputs on Identical, largest expected first: smallest ratio of neighbours."""
-    cells = serving(rows, "7B", "13B")
     ratios, texts = [], []
-    for cell in cells:
+    for cell in serving(rows, "7B", "13B"):
         statics = [STATIC, *filter(cell.has, ("deepspeed",))]
         value = {name: cell.get(name, "Identical") for name in (CONTINUOUS, PUNICA, *statics, HF)}
         fast, slow = max(statics, key=value.__getitem__), min(statics, key=value.__getitem__)
@@ -237,8 +235,7 @@ def order_with_one_model(rows: Rows) -> Finding:
         }  # fmt: skip
         ratios.append({pair: cell.ratio((a, "Identical"), (b, "Identical")) for pair, (a, b) in pairs.items()})
         texts.append(f"{cell.model}: " + "; ".join(f"{name_of(name)} {v:.4g}" for name, v in value.items()))
-    least = {name: min(one[name] for one in ratios) for name in ratios[0]}
-    return Finding(least, "; ".join(texts))
+    return Finding({name: min(one[name] for one in ratios) for name in ratios[0]}, "; ".join(texts))
 
 
 @claim("C33")

@@ -25,8 +25,7 @@ THREADS = 16
 
 def experiments(chosen: Sequence[str] = ()) -> list[Experiment]:
     """All experiments, or those named in `chosen` by number or beginning; `ConfigError` for one that names none."""
-    here = Path(__file__).parents[1]
-    names = [path.stem for path in here.glob("*.py") if path.stem.startswith(PREFIXES)]
+    names = [path.stem for path in Path(__file__).parents[1].glob("*.py") if path.stem.startswith(PREFIXES)]
     modules = [importlib.import_module(f"experiments.{name}") for name in names]
     known = sorted((module.EXPERIMENT for module in modules if hasattr(module, "EXPERIMENT")), key=lambda e: e.order)
     for entry in chosen:

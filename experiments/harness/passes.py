@@ -151,8 +151,7 @@ class Passes:
         if not is_read("scale.seconds_per_point", keys_read(self.experiment)):
             return cfg
         seconds = self.budget.seconds_per_point(cfg.scale.seconds_per_point, self._left)
-        scale = cfg.scale.model_copy(update={"seconds_per_point": seconds})
-        return cfg.model_copy(update={"scale": scale})
+        return cfg.model_copy(update={"scale": cfg.scale.model_copy(update={"seconds_per_point": seconds})})
 
     def _fail(self, group: Group, error: Exception) -> None:
         digests = {self._digest(point) for point in group}

@@ -50,7 +50,9 @@ def run(cfg: DictConfig | Config, experiment: Experiment, budget: Budget | None 
         ensure_writable(places.fresh_rows)
         _prepare(settled)
         rows.path.with_suffix(".json").write_text(_configuration(given, experiment), encoding="utf-8")
-        columns = {"figure": experiment.figure, "source_hash": source, **_columns(settled)}
+        device = environment.device_name() if settled.hardware.device == "cuda" else environment.cpu_name()
+        columns = {"figure": experiment.figure, "source_hash": source, "device": device, **environment.stamp()}
+        columns |= {"hardware": settled.hardware.name, "scale": settled.scale.name}
         try:
             Passes(experiment, clocks, columns, digest, rows, noise, budget).run(pending, outcome)
         finally:
@@ -59,13 +61,6 @@ def run(cfg: DictConfig | Config, experiment: Experiment, budget: Budget | None 
         outcome.figures = _draw(experiment, rows, places)
     outcome.seconds = round(time.perf_counter() - started, 2)
     return outcome
-
-
-def _columns(cfg: Config) -> dict[str, Any]:
-    """Return the columns that all rows of a run share: device, scale, versions, commit and date."""
-    device = environment.device_name() if cfg.hardware.device == "cuda" else environment.cpu_name()
-    chosen = {"hardware": cfg.hardware.name, "scale": cfg.scale.name, "device": device}
-    return {**chosen, **environment.stamp()}
 
 
 def _configuration(cfg: Config, experiment: Experiment) -> str:

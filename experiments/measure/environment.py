@@ -79,8 +79,7 @@ def gpu_slug(name: str) -> str:
 @cache
 def cpu_name() -> str:
     """Processor model and the number of cores this process may use, as in `AMD EPYC, 2 cores`."""
-    info = _kernel("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.+)$", _kernel("/proc/cpuinfo"), re.MULTILINE)
     return f"{found[1].strip() if found else platform.processor() or platform.machine()}, {usable_cores()} cores"
 
 

@@ -142,8 +142,7 @@ class CapturedRun:
 
 def _flusher(protocol: Protocol) -> Call:
     """Zeroes `flush_mib` MiB on the device, so that the next call reads its operands from memory."""
-    buffer = torch.empty(protocol.flush_mib << 18, dtype=torch.int32, device=protocol.device)
-    return buffer.zero_
+    return torch.empty(protocol.flush_mib << 18, dtype=torch.int32, device=protocol.device).zero_
 
 
 def synchronise(device: str) -> None:

@@ -40,7 +40,9 @@ def draw_fp8(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
             return
         latency = _by(mine, "latency")
         _fill(above, latency, mine)
-        _floor(above, mine[mine["system"] != "SGMV"], label="bytes / bandwidth, FP8")
+        floor = mine[(mine["system"] != "SGMV") & (mine["metric"] == FLOOR)].groupby("batch_size")["value"].min()
+        if len(floor):
+            above.plot(floor.index.astype(float), floor.astype(float), label="bytes / bandwidth, FP8", **style.FLOOR)
         _relative(middle, latency, "SGMV")
         _fill(below, {n: line for n, line in _by(mine, "error").items() if n != "SGMV"})
 
@@ -187,13 +189,6 @@ def _fill(
     style.log_x(axis)
     if log:
         style.log_y(axis)
-
-
-def _floor(axis: Axes, rows: pd.DataFrame, label: str = "bytes / bandwidth") -> None:
-    """The least time of the bytes that `rows` tell."""
-    floor = rows[rows["metric"] == FLOOR].groupby("batch_size")["value"].min()
-    if len(floor):
-        axis.plot(floor.index.astype(float), floor.astype(float), label=label, **style.FLOOR)
 
 
 def _relative(axis: Axes, lines: Lines, reference: str) -> None:

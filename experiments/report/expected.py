@@ -87,15 +87,12 @@ class Scale:
     least: float = -math.inf
     most: float = math.inf
 
-    def is_possible(self, value: float) -> bool:
-        return self.least <= value <= self.most and value > ZERO[self.kind]
-
     def around(self, value: float, ends: Sequence[float], floor: float) -> tuple[float, float]:
         """The range around ``value`` with repeats at ``ends``, no less than ``floor``, cut to what can be."""
-        for one in (value, *ends):
-            if not self.is_possible(one):
-                raise ValueError(f"{one:g} is not possible on the scale {self.kind} from {self.least} to {self.most}")
         zero = ZERO[self.kind]
+        for one in (value, *ends):
+            if not (self.least <= one <= self.most and one > zero):
+                raise ValueError(f"{one:g} is not possible on the scale {self.kind} from {self.least} to {self.most}")
         if self.kind == "linear":
             floor = floor if self.most == math.inf else FLOOR
             width = max([floor * abs(value), *(TIMES * abs(end - value) for end in ends)])

@@ -49,8 +49,7 @@ class StepCost:
         return [constant + self.kv * tokens + ranks for tokens in read]  # in the order of `seconds`, to the bit
 
     def slowed(self, factor: float, name: str) -> "StepCost":
-        scaled = {key: value * factor for key, value in asdict(self).items() if key != "name"}
-        return StepCost(name, **scaled)
+        return StepCost(name, **{key: value * factor for key, value in asdict(self).items() if key != "name"})
 
     def at_bandwidth(self, model: "ModelBytes", before: float, after: float, name: str) -> "StepCost":
         """The same GPU with memory of ``after`` instead of ``before`` bytes/s; launches and arithmetic stay."""

@@ -144,8 +144,7 @@ class _Stride:
         """End the steps that end until ``now``; of those at ``now`` the ones up to GPU ``row``, whose event it is."""
         if not self.is_running or self._ends[self._done] > now:
             return
-        bisect = bisect_right if self.row <= row else bisect_left
-        ended = bisect(self._ends, now)
+        ended = (bisect_right if self.row <= row else bisect_left)(self._ends, now)
         if ended > self._done:
             self.gpu.advance(ended - self._done)
             self._record(ended)
@@ -229,8 +228,13 @@ class _Simulation:
             if events and (arrived == len(arrivals) or events[0][0] <= arrivals[arrived]):
                 self.now, self.row = heapq.heappop(events)
                 stride = self.strides[self.row]
-                if stride.stop == self.now:
-                    self._stop(stride)
+                if stride.stop != self.now:
+                    continue
+                if stride.is_running:  # else a wait for a load ends
+                    self._end(stride)
+                    self._place()
+                if not stride.is_running:
+                    self._begin(stride)
             else:
                 i, self.now, self.row, arrived = arrived, arrivals[arrived], len(self.strides), arrived + 1
                 prompt = self.prompts[i]
@@ -255,14 +259,6 @@ class _Simulation:
             elif stride.cut(self.now, self.row):
                 self._expect(stride)
         self.longest_queue = max(self.longest_queue, self.policy.num_queued)
-
-    def _stop(self, stride: _Stride) -> None:
-        """End a stride, or a wait for a load, and begin the next stride."""
-        if stride.is_running:
-            self._end(stride)
-            self._place()
-        if not stride.is_running:
-            self._begin(stride)
 
     def _end(self, stride: _Stride) -> None:
         gpu, began = stride.gpu, stride.end()

@@ -46,8 +46,7 @@ class HfSystem(ServingSystem):
         for batch in self._batches(jobs):
             own = [list(row) for row in tokens[len(logits) : len(logits) + len(batch)]]
             longest = max(map(len, own))
-            padded = [row + [0] * (longest - len(row)) for row in own]
-            forced = torch.tensor(padded, device=self.world.device)
+            forced = torch.tensor([row + [0] * (longest - len(row)) for row in own], device=self.world.device)
             with backend.applied([job.adapter_id for job in batch], self.mixed) as rows:
                 together = backend.decoding([job.prompt for job in batch], longest, rows).forced(forced)
             logits += [row[: len(one)] for row, one in zip(together, own, strict=True)]

@@ -32,8 +32,7 @@ class SameProduct(nn.Linear):
     """A linear layer with the matrix product of our engine's layers (`punica.parallel.matmul`)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
-        return rows.view(*x.shape[:-1], -1)
+        return linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias).view(*x.shape[:-1], -1)
 
 
 class Layer(DynamicLayer):

@@ -176,8 +176,7 @@ def drifting(
 ) -> NDArray[np.int64]:
     """The adapter of each request, [n] int64, by ``shares`` that move by ``step`` adapters per ``period`` s."""
     places = np.random.Generator(np.random.PCG64(seed)).choice(len(shares), size=len(arrivals), p=shares)
-    moved = step * np.floor(arrivals / period).astype(np.int64)
-    return (places + moved) % len(shares)
+    return (places + step * np.floor(arrivals / period).astype(np.int64)) % len(shares)
 
 
 def flash_crowd(

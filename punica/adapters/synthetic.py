@@ -95,5 +95,4 @@ def random_adapter(
 ) -> LoRAModel:  # fmt: skip
     """Build in memory the adapter that :func:`write_random_adapter` would write with the same arguments."""
     tensors = random_adapter_tensors(model_config, rank, seed, target_modules=target_modules, dtype=dtype)
-    helper = PEFTHelper(rank, 2 * rank, list(target_modules))
-    return LoRAModel.from_lora_tensors(lora_model_id, tensors, helper)
+    return LoRAModel.from_lora_tensors(lora_model_id, tensors, PEFTHelper(rank, 2 * rank, list(target_modules)))

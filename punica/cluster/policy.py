@@ -198,8 +198,7 @@ class ClusterPolicy:
 
     def cancel(self, request_id: str) -> None:
         """Remove a request, queued or placed; ValueError for an unknown one."""
-        request = self._request(request_id)
-        self._remove(request)
+        self._remove(self._request(request_id))
         del self.requests[request_id]
 
     def quarantine(self, request_id: str, begins: bool = True) -> None:

@@ -99,8 +99,7 @@ class TrainableLinear(nn.Module):
                 self._free(dim, slot)
                 self._in_slots[dim, slot] = parameter
             if parameter.data_ptr() != start + slot * step:
-                place = held.data[slot].narrow(dim, 0, parameter.shape[dim])
-                parameter.data = place.copy_(parameter.data)
+                parameter.data = held.data[slot].narrow(dim, 0, parameter.shape[dim]).copy_(parameter.data)
         return views
 
     def _free(self, dim: int, slot: int) -> None:

@@ -85,8 +85,7 @@ def fused_moe_lora(
     if not form.pairs:
         return
     groups = list(_groups(given, form))
-    shape = (form.slices, form.pairs, form.rank)
-    low = torch.zeros(shape, dtype=torch.float32, device=given.x.device)
+    low = torch.zeros(form.slices, form.pairs, form.rank, dtype=torch.float32, device=given.x.device)
     ranks, gathered = [[form.full_rank] * form.slots] * form.slices, form.rank != form.full_rank
     if given.lora_ranks is not None:
         ranks = given.lora_ranks.clamp(0, form.full_rank).tolist()

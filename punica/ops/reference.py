@@ -26,8 +26,7 @@ def _multiply(
 ) -> None:  # fmt: skip
     if any(tensor.is_meta for tensor in (inputs, weights, output, slots)):
         return
-    wide = torch.float64 in (inputs.dtype, weights.dtype, output.dtype)
-    dtype = torch.float64 if wide else torch.float32
+    dtype = torch.float64 if torch.float64 in (inputs.dtype, weights.dtype, output.dtype) else torch.float32
     used, most = slots.unique().tolist(), weights.shape[0] - 1
     bad = [slot for slot in used if not -1 <= slot <= most]
     if bad:

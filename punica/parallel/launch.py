@@ -141,8 +141,7 @@ def spawn_tensor_parallel(
 
 
 def _run_ranks(home: Path, tp_size: int, backend: str | None) -> None:
-    threads = max(1, torch.get_num_threads() // tp_size)
-    job = (tp_size, backend, threads, home)
+    job = (tp_size, backend, max(1, torch.get_num_threads() // tp_size), home)
     processes = mp.start_processes(_rank_main, job, nprocs=tp_size, join=False, start_method="spawn")
     failure = home / FIRST_FAILURE
     try:

@@ -164,8 +164,7 @@ class LinearBase(nn.Module):
         self.quant_method = Fp8LinearMethod()
 
     def _load_fp8(self, param: nn.Parameter, loaded_weight: Tensor, shard_id: Hashable = None) -> None:
-        real = loaded_weight.to(param.device, self.params_dtype)
-        values, scale = quantize_per_channel(real, check=False)
+        values, scale = quantize_per_channel(loaded_weight.to(param.device, self.params_dtype), check=False)
         if not bool(torch.isfinite(scale).all()):
             raise ValueError(
                 f"the weight of {self.prefix or self._label} has NaN, inf or a number beyond {self.params_dtype}, for "

@@ -75,8 +75,7 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 def _place(path: Sequence[str | int]) -> str:
     """Return ``messages[0].content[1]`` of ``("messages", 0, "content", "list[dict]", 1)``."""
     steps = [step for step in path if isinstance(step, int) or not _FORM.fullmatch(step)]
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
-    return text.removeprefix(".")
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
 
 
 def _encodable(text: str) -> str:

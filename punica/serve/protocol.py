@@ -204,7 +204,8 @@ def check_supported(body: AnyBody) -> None:
             continue
         if name not in allowed:
             raise ApiError(400, f"unknown parameter {clip(name)}", clip(name)[1:-1], "unknown_parameter")
-        if not _is_one_of(value, allowed[name]):
+        # JSON's true is no 1
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed[name]):
             remedy = choice and f'; leave it out, or send {choice}="none"'
             text = f"{name}={clip(value)} is not supported by this server{remedy}"
             raise ApiError(400, text, name, "unsupported_parameter")
@@ -221,11 +222,6 @@ def check_supported(body: AnyBody) -> None:
                 raise ApiError(400, f"{where} is not supported by this server", where, "unsupported_parameter")
         if message.content is None and message.role != "assistant":
             raise ApiError(400, f"messages[{place}].content is missing; only an assistant's may be null", "messages")
-
-
-def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Check for a value; JSON's true is no 1."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 
 
 def params_of(body: AnyBody, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:

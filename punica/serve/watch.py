@@ -68,5 +68,4 @@ class Watch:
             sizes, joins = (span.length, span.kv_length), is_prompt and first == request.hit
             rows.append((name, ids, *sizes, is_prompt, joins, request.finish_reason))
         segments = [(in_slots[slot], length, slot) for slot, length in layout.segments]
-        step = {"number": self._num_steps, "rows": rows, "segments": segments}
-        self._steps.append((step, known))
+        self._steps.append(({"number": self._num_steps, "rows": rows, "segments": segments}, known))
