@@ -1,6 +1,6 @@
 """Bodies of HTTP requests, as OpenAI and vLLM name their fields, and the engine's `SamplingParams` from these."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from punica.checks import clip
 from punica.engine import SamplingParams
+from punica.engine.text import ending_at
 from punica.serve.errors import ApiError, refused
 
 MOST_CHOICES = 128
@@ -184,11 +185,9 @@ UNSUPPORTED_IN_MESSAGES = frozenset({
     "prefix", "partial",
 })  # fmt: skip
 """Fields of messages that other servers put into the prompt, refused unless empty. Further ones are a client's own."""
-_RANDOM_SEED = -1
 _SEEDS = 1 << 64
 
 _SAME_NAME = [one.name for one in fields(SamplingParams) if one.name in {*GenerationBody.model_fields} - {"n"}]
-_NAMES = {name: name for name in _SAME_NAME} | {"max_new_tokens": "max_tokens"}
 
 
 def check_supported(body: AnyBody) -> None:
@@ -224,23 +223,25 @@ def check_supported(body: AnyBody) -> None:
             raise ApiError(400, f"messages[{place}].content is missing; only an assistant's may be null", "messages")
 
 
-def params_of(body: AnyBody, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:
-    """Return the parameters of the body over the engine's defaults; ApiError 400: a value out of range. Of OpenAI's
-    seeds, 64-bit integers with a sign, -1 is none, as in vLLM.
+def params_of(body: AnyBody, defaults: SamplingParams, room: int, end_token_ids: Sequence[int]) -> SamplingParams:
+    """Return the parameters of the body over the engine's defaults, with ``room`` for new tokens and the end tokens of
+    a template; ApiError 400: a value out of range. Of OpenAI's seeds, 64 bits with a sign, -1 is none, as in vLLM.
     """
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     if given.get("top_k") in (0, -1):  # vLLM's ways to keep all tokens
         given["top_k"] = None
     if -_SEEDS // 2 <= given.get("seed", 0) < 0:
-        given["seed"] = None if given["seed"] == _RANDOM_SEED else given["seed"] % _SEEDS
-    given.setdefault("min_tokens", min(defaults.min_tokens, max_new_tokens))
+        given["seed"] = None if given["seed"] == -1 else given["seed"] % _SEEDS
+    given.setdefault("min_tokens", min(defaults.min_tokens, room))
     if "logit_bias" in given:
         given["logit_bias"] = _biases(given["logit_bias"])
-    names = {**_NAMES, "logprobs": "top_logprobs" if isinstance(body, ChatBody) else "logprobs"}
+    limit = "max_tokens" if getattr(body, "max_completion_tokens", None) is None else "max_completion_tokens"
+    renamed = {"max_new_tokens": limit, "logprobs": "top_logprobs" if isinstance(body, ChatBody) else "logprobs"}
     try:
-        return replace(defaults, **given, n=body.n or 1, max_new_tokens=max_new_tokens, logprobs=body.num_logprobs)
+        found = replace(defaults, **given, n=body.n or 1, max_new_tokens=room, logprobs=body.num_logprobs)
+        return ending_at(found, end_token_ids)
     except (TypeError, ValueError) as error:
-        raise refused(str(error), names) from error
+        raise refused(str(error), dict(zip(_SAME_NAME, _SAME_NAME, strict=True)) | renamed) from error
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
@@ -257,9 +258,8 @@ def room_for(body: AnyBody, num_prompt: int, defaults: SamplingParams, max_model
     ApiError 400 ``context_length_exceeded``: beyond ``max_model_len``, in OpenAI's words, which clients look for.
     """
     left = max_model_len - num_prompt
-    if body.token_limit is not None:
-        wanted = body.token_limit
-    else:
+    wanted = body.token_limit
+    if wanted is None:
         wanted = max(1, left if isinstance(body, ChatBody) else min(left, defaults.max_new_tokens))
     if wanted > left:
         raise ApiError(

@@ -16,7 +16,7 @@ from punica.adapters import LoRARequest
 from punica.adapters.request import LOAD_ERROR
 from punica.checks import clip
 from punica.engine import Mixture, Request, adapters_of, as_sampling_params
-from punica.engine.text import TextCodec, ending_at, growing_text
+from punica.engine.text import TextCodec, growing_text
 from punica.serve.backend import Backend, Call
 from punica.serve.errors import RETRY_AFTER, ApiError, refused
 from punica.serve.forms import ChatForm, ChoiceStrings, CompletionForm, TextEvents, TokenStrings, event, usage
@@ -129,7 +129,7 @@ class GenerationResponse(Response):
         for tokens, end_tokens in prompts:
             defaults = facts.defaults.params
             room = room_for(body, len(tokens), defaults, facts.max_model_len)
-            for choice in ending_at(params_of(body, defaults, room), end_tokens).choices():
+            for choice in params_of(body, defaults, room, end_tokens).choices():
                 name = f"{self._head['id']}-{len(requests)}"
                 try:
                     requests.append(Request(name, tokens, choice, self._adapter, body.cache_salt or ""))

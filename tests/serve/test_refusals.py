@@ -66,6 +66,7 @@ def test_a_completion_names_the_parameter(client: Any, param: str, fields: dict[
         ("logprobs", {"logprobs": 1}), ("prompt", {"prompt": "a"}),
         ("chat_template_kwargs", {"chat_template_kwargs": [1]}),
         ("messages", {"chat_template_kwargs": {"tokenize": True}}),
+        ("max_completion_tokens", {"max_completion_tokens": 0}),
     ],
     ids=str,
 )  # fmt: skip

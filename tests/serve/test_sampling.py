@@ -102,3 +102,7 @@ def test_a_chat_takes_template_and_end_of_its_adapter_where_these_are_trusted(ch
     assert ended["usage"]["completion_tokens"] == (1 if trusted else 5)
     assert ended["choices"][0]["finish_reason"] == ("stop" if trusted else "length")
     assert ('"Q"' in ask("a", "Q", stream=True).text) != trusted
+    full = ask("a", "Q", stop_token_ids=[*range(100, 164)])
+    assert (full.status_code, full.json().get("error", {}).get("param")) == (
+        (400, "stop_token_ids") if trusted else (200, None)
+    )
