@@ -97,8 +97,8 @@ class GenerationBody(BaseModel):
     skip_special_tokens: bool | None = None
 
     @property
-    def token_limit(self) -> int | None:
-        return self.max_tokens
+    def limit_name(self) -> str:
+        return "max_tokens" if getattr(self, "max_completion_tokens", None) is None else "max_completion_tokens"
 
 
 class CompletionBody(GenerationBody):
@@ -155,10 +155,6 @@ class ChatBody(GenerationBody):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 AnyBody = CompletionBody | ChatBody
@@ -235,8 +231,8 @@ def params_of(body: AnyBody, defaults: SamplingParams, room: int, end_token_ids:
     given.setdefault("min_tokens", min(defaults.min_tokens, room))
     if "logit_bias" in given:
         given["logit_bias"] = _biases(given["logit_bias"])
-    limit = "max_tokens" if getattr(body, "max_completion_tokens", None) is None else "max_completion_tokens"
-    renamed = {"max_new_tokens": limit, "logprobs": "top_logprobs" if isinstance(body, ChatBody) else "logprobs"}
+    top = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+    renamed = {"max_new_tokens": body.limit_name, "logprobs": top}
     try:
         found = replace(defaults, **given, n=body.n or 1, max_new_tokens=room, logprobs=body.num_logprobs)
         return ending_at(found, end_token_ids)
@@ -258,7 +254,7 @@ def room_for(body: AnyBody, num_prompt: int, defaults: SamplingParams, max_model
     ApiError 400 ``context_length_exceeded``: beyond ``max_model_len``, in OpenAI's words, which clients look for.
     """
     left = max_model_len - num_prompt
-    wanted = body.token_limit
+    wanted: int | None = getattr(body, body.limit_name)
     if wanted is None:
         wanted = max(1, left if isinstance(body, ChatBody) else min(left, defaults.max_new_tokens))
     if wanted > left:

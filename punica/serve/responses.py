@@ -127,9 +127,8 @@ class GenerationResponse(Response):
         body, facts = self._body, self._generator.backend.facts
         requests: list[Request] = []
         for tokens, end_tokens in prompts:
-            defaults = facts.defaults.params
-            room = room_for(body, len(tokens), defaults, facts.max_model_len)
-            for choice in params_of(body, defaults, room, end_tokens).choices():
+            room = room_for(body, len(tokens), facts.defaults.params, facts.max_model_len)
+            for choice in params_of(body, facts.defaults.params, room, end_tokens).choices():
                 name = f"{self._head['id']}-{len(requests)}"
                 try:
                     requests.append(Request(name, tokens, choice, self._adapter, body.cache_salt or ""))

@@ -1,7 +1,7 @@
 """`StepMetadata`: the step of a wrapper, given by slots or by adapter ids."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -38,6 +38,10 @@ class StepMetadata:
         self.is_prefill = self.no_lora = self._is_set = False
         self.mixtures: tuple[MixedBatch, ...] | None = None
         self._mixtures: tuple[MixedBatch, ...] = ()
+
+    def __deepcopy__(self, _: Any) -> Self:
+        """Return itself: copies of a layer take part in its steps."""
+        return self
 
     def update_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int,

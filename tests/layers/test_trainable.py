@@ -65,6 +65,17 @@ def test_an_update_of_parameters_is_one_of_slots():
     assert torch.equal(held, values)
 
 
+def test_a_copy_takes_part_in_later_steps():
+    layer, x = made(), torch.randn(8, 10)
+    layer(x)  # scalings differ by row, so the step's tensors are made
+    one, slots = copy.deepcopy(layer), (2, 0, 0, 0, -1, 2, 1, 2)
+    rows = RowGroups.of_rows(np.array(slots))
+    layer.punica_wrapper.begin_step(rows, rows, 100)
+    terms = [one.lora_b[f"{slot}"] @ (one.lora_a[f"{slot}"] @ row) * one.scalings[slot] if slot >= 0 else torch.zeros(6)
+             for slot, row in zip(slots, x, strict=True)]  # fmt: skip
+    torch.testing.assert_close(one(x), one.base_layer(x) + torch.stack(terms), rtol=1e-5, atol=1e-5)
+
+
 def test_refuses_rows_without_adapter_and_updates_before_backward():
     layer, x = made(), torch.randn(8, 10)
     y = layer(x)
