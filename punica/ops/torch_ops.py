@@ -23,7 +23,7 @@ _MOST_CUTS = 64  # of a stack on one step; a full table starts anew
 
 
 class TorchOps:
-    """The operations of `punica.ops.interface.Ops`; float64 is legal. Lanes beyond a true rank are never read."""
+    """`punica.ops.interface.Ops`; float64 is legal, gradients are none. Lanes beyond a true rank are never read."""
 
     contiguous_shrinks = False
 
@@ -31,7 +31,7 @@ class TorchOps:
         self, y: Tensor, x: Tensor, a: Stack, batch: LoRABatch, scale: float = 1.0,
         accumulate: bool = False, x_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        expect(STEP.input, x)
+        _check(y, x, a.tensors)
         check_scale(STEP.scale, scale)
         if not x.shape[0]:
             return
@@ -46,8 +46,7 @@ class TorchOps:
         self, y: Tensor, x: Tensor, b: Stack, batch: LoRABatch, offset_start: int = 0,
         add_inputs: bool = True, x_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        expect(STEP.output, y)
-        expect(STEP.input, x)
+        _check(y, x, b.tensors)
         if not y.shape[0]:
             return
         if b.form.is_fp8:
@@ -63,16 +62,14 @@ class TorchOps:
     ) -> None:  # fmt: skip
         if beside is not ALONE:
             raise NotImplementedError("TorchOps computes no base product; multiply it before")
-        expect(STEP.input, x)
-        expect(STEP.output, y)
+        _check(y, x)
         check_equal_rows(STEP, x, y)
         if x.shape[0]:
             low = low_rank_of(self, x, weights, batch, scale, x_scale)
             add_low_rank(self, y, low, weights, batch, add_inputs)
 
     def mix(self, y: Tensor, x: Tensor, weights: LoRAWeights, mixed: MixedBatch) -> None:
-        expect(STEP.input, x)
-        expect(STEP.output, y)
+        _check(y, x)
         check_equal_rows(STEP, x, y)
         mixed.groups.check_rows(x.shape[0])
         sums = y.to(torch.float64 if y.dtype == torch.float64 else torch.float32, copy=True)
@@ -93,6 +90,15 @@ class TorchOps:
             inputs = wide[rows] if stack.rank_dim == -2 else wide[rows, columns]
             parts[i][slot, :rank] = low[i, rows, :rank].t() @ inputs
         return gradients
+
+
+def _check(y: Tensor, x: Tensor, weights: Sequence[Tensor] = ()) -> None:
+    """TypeError: no tensors. RuntimeError: one requires a gradient, whose graph would stay in memory used for all."""
+    expect(STEP.input, x)
+    expect(STEP.output, y)
+    if torch.is_grad_enabled() and any(one.requires_grad for one in (y, x, *weights)):
+        text = "an operand requires a gradient, and operators compute none; use torch.no_grad(); lora_linear trains"
+        raise RuntimeError(text)
 
 
 def _cut(y: Tensor, x: Tensor, stack: Stack, batch: LoRABatch, offset: int, x_scale: Tensor | None) -> Cut:
@@ -198,11 +204,13 @@ def _products(batch: LoRABatch, stack: Stack) -> Iterator[tuple[int, Tensor, int
 
 
 def _shrink_lanes(x: Tensor, weights: Tensor, lanes: Tensor, slots: Tensor, scaling: float) -> None:
+    _check(lanes, x, (weights,))
     plan, y = LoRABatch.of_slots(slots).plan, lanes[None]
     _shrink(cut(plan, (weights,), -2, None, x, y), x, y, scaling, False)
 
 
 def _expand_columns(x: Tensor, weights: Tensor, columns: Tensor, slots: Tensor, add_inputs: bool) -> None:
+    _check(columns, x, (weights,))
     plan, x = LoRABatch.of_slots(slots).plan, x[None]
     _expand(cut(plan, (weights,), -1, None, x, columns), (weights,), x, columns, 0, add_inputs)
 

@@ -309,6 +309,24 @@ def test_a_call_is_checked_also_after_a_good_one():
     assert torch.equal(out, before)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("which", range(3), ids=["inputs", "weights", "output"])
+def test_what_requires_a_gradient_is_refused_and_leaves_no_graph_in_memory_of_later_calls(dtype, which):
+    slots, a, b = torch.tensor([1, 0, -1]), normal(2, 8, 16, dtype=dtype), normal(2, 24, 8, dtype=dtype)
+    for op, weights, x, width in (
+        (torch_ops.bgmv_shrink, a, normal(3, 16, dtype=dtype), 8), (torch_ops.bgmv_expand, b, normal(3, 8), 24)
+    ):  # fmt: skip
+        given = [x, weights, torch.zeros(3, width)]
+        training = [*given]
+        training[which] = given[which].clone().requires_grad_()
+        with pytest.raises(RuntimeError, match=r"torch.no_grad\(\); lora_linear trains"):
+            op(*training, slots)
+        with torch.no_grad():
+            op(*training, slots)
+        op(*given, slots)
+        assert torch.equal(given[2], training[2])
+
+
 def test_the_cpu_path_does_not_import_triton():
     code = (
         "import sys, torch; before = 'triton' in sys.modules; import punica.ops; "
