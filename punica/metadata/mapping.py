@@ -113,7 +113,7 @@ def _slot_table(lora_index_to_id: Sequence[int | None]) -> dict[int, int]:
         for slot, adapter_id in enumerate(lora_index_to_id):
             if adapter_id is None:
                 continue
-            check_count(f"lora_index_to_id[{slot}]", adapter_id)
+            slot_of[check_count(f"lora_index_to_id[{slot}]", adapter_id)] = slot  # integers of numpy and torch too
             if (first := lora_index_to_id.index(adapter_id)) < slot:
                 raise ValueError(f"lora_index_to_id has adapter id {adapter_id} in slots {first} and {slot}: give one")
     return slot_of

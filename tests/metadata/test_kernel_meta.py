@@ -218,6 +218,8 @@ def test_convert_mapping_equals_a_search_per_token(tokens: int) -> None:
     assert base.tolist() == expected
     assert sampler.tolist() == sampled
     assert padded.tolist() == [row + len(prompt) * (s if s >= 0 else max_loras - 1) for row, s in enumerate(sampled)]
+    of_numpy = [None if i is None else np.int64(i) for i in slots]
+    assert torch.equal(convert_mapping(mapping, of_numpy, max_loras, vocab, extra, "cpu")[0], base)
     assert embeddings[0].tolist() == [max(s, 0) * extra for s in expected]
     assert embeddings[1].tolist() == [max(s, 0) * (vocab + extra) for s in expected]
     assert lengths == [tokens, len(prompt), len(prompt), tokens]
