@@ -1,6 +1,7 @@
 """`StepMetadata`: the step of a wrapper, given by slots or by adapter ids."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -42,6 +43,11 @@ class StepMetadata:
     def __deepcopy__(self, _: Any) -> Self:
         """Return itself: copies of a layer take part in its steps."""
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the sizes alone: tensors would come without the arrays that fill them. The loaded one has no step."""
+        sizes = self.max_num_batched_tokens, self.max_batches, self.device
+        return partial(type(self), *sizes, max_loras=self.max_loras, lora_config=self.lora_config), ()
 
     def update_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int,

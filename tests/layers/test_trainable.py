@@ -1,6 +1,7 @@
 """`TrainableLinear` against PEFT's layers, and its parameters as views of slots."""
 
 import copy
+import io
 
 import numpy as np
 import pytest
@@ -65,12 +66,25 @@ def test_an_update_of_parameters_is_one_of_slots():
     assert torch.equal(held, values)
 
 
-def test_a_copy_takes_part_in_later_steps():
+def through_a_file(layer: TrainableLinear) -> TrainableLinear:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    with pytest.raises(RuntimeError, match="call update_metadata first"):
+        loaded(torch.randn(8, 10))
+    return loaded
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file])
+def test_a_copy_takes_part_in_later_steps(copied):
     layer, x = made(), torch.randn(8, 10)
     layer(x)  # scalings differ by row, so the step's tensors are made
-    one, slots = copy.deepcopy(layer), (2, 0, 0, 0, -1, 2, 1, 2)
+    one, slots = copied(layer), (2, 0, 0, 0, -1, 2, 1, 2)
     rows = RowGroups.of_rows(np.array(slots))
-    layer.punica_wrapper.begin_step(rows, rows, 100)
+    for wrapper in (layer.punica_wrapper, one.punica_wrapper):
+        wrapper.begin_step(rows, rows, 100)
+    assert (one.punica_wrapper is layer.punica_wrapper) == (copied is copy.deepcopy)
     terms = [one.lora_b[f"{slot}"] @ (one.lora_a[f"{slot}"] @ row) * one.scalings[slot] if slot >= 0 else torch.zeros(6)
              for slot, row in zip(slots, x, strict=True)]  # fmt: skip
     torch.testing.assert_close(one(x), one.base_layer(x) + torch.stack(terms), rtol=1e-5, atol=1e-5)
