@@ -48,7 +48,7 @@ def is_power(number: int) -> bool:
 def check_legal(schedule: Schedule) -> None:
     block_m, block_n, block_k, *_ = schedule
     assert all(map(is_power, (block_n, block_k, schedule.num_warps, schedule.tiles_n)))
-    assert block_m in (0, 8, 16, 32, 64)
+    assert block_m in (0, 8, 16, 32, 64, 128)
     assert min(schedule.num_stages, schedule.split_k) >= 1
     assert schedule.num_warps <= 8
     assert block_n * block_k <= 1 << 16

@@ -18,8 +18,8 @@ The grid is (H, P), with P at least the most tiles that so many rows of so many 
 read on the device: a captured graph serves all prompts that fit into its rows. Of a prompt the last tiles, which have
 the most keys, begin first.
 
-A few rows behind a long prefix are few tiles: then as many programs as P has for each take a part of the cached tokens,
-the last of them the own rows as well, and a second kernel adds the parts in order (as `decode_attention`).
+A few rows behind a long prefix are few tiles. Then P has several programs for each, which take a part of the cached
+tokens; the last takes the own rows as well. A second kernel adds the parts in order (as `decode_attention`).
 
 torch 2.11's `varlen_attn` has no instructions of Hopper: with 32 heads of 128 on an H200, 2,048 rows take 91 us here
 and 171 there, a prompt of 512 rows in a graph of 32 takes 15 and 36.
@@ -249,8 +249,8 @@ def prompt_attention(
         v: as ``k``.
         starts: int32 ``[N + 1]``, ascending: prompt i is rows ``[starts[i], starts[i + 1])``, which may be none.
         cached: tokens before each prompt (None: none).
-        splits: parts of the cached tokens at most, a power of two up to 32; ``None``: by the number of rows. Bits depend
-            on it, and if it is not 1 on the prompts beside.
+        splits: parts of the cached tokens at most, a power of two up to 32; ``None``: by the number of rows. Bits
+            depend on it, and if it is not 1 on the prompts beside.
         most_rows: rows of a prompt at most, as far as known: tiles and parts suit so many. Bits depend on it.
     """
     _check(out, q, k, v, starts)
