@@ -8,6 +8,7 @@
     B          the packed projections of one Llama-2-7B layer, batch 32.
     C          prefill, 4096 -> r -> 4096, 512 to 8192 tokens.
     shapes     projections of other models and ragged prefills, to which no rule was fitted.
+    drawn      40 operators of newer models, drawn by a seed.
     step       the paper's step: one prompt and 31 decodes, and its parts.
     invariant  cost of the same bits in every batch, on the batches of A and C.
 
@@ -26,7 +27,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from experiments.benches.operator_figure import points_of_gpu
-from experiments.benches.operator_lines import TABLES, Operator, best_existing, lines
+from experiments.benches.operator_lines import LOOP, TABLES, Operator, best_existing, lines
 from experiments.harness import Config, Experiment, FigureConf, Overlay, Point, Reading, main
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ HOST_CLOCK, EAGER = "host_clock", ("punica", "wrapper")
 OPERATOR = ("punica", "wrapper", "wrapper, normal launch", "normal shrink", "no overlap")
 COLUMNS: dict[str, tuple[str, ...]] = dict.fromkeys("AB", (*OPERATOR, "rank table")) | {
     "invariant": ("punica", "wrapper", "batch invariant", "wrapper, batch invariant"),
+    "drawn": ("punica", "wrapper", LOOP),
 }
 """Table -> its columns, where they are not `OPERATOR`."""
 
@@ -65,7 +67,7 @@ class OperatorTables(Experiment):
         for line in lines(table):
             op, columns = line.operator, COLUMNS.get(table, OPERATOR)
             if table == "A" and op.tokens == 64 and line.workload in ("Distinct", "Identical"):
-                columns += ("torch_loop", "torch_gbmm")
+                columns += (LOOP, "torch_gbmm")
             if cfg.timer.name == HOST_CLOCK:
                 columns = EAGER if table in ("A", "B") else ()
             about: dict[str, Any] = {"batch_size": op.tokens, "rank": op.rank, "workload": line.workload}

@@ -150,11 +150,10 @@ def _normal_shrink(sets: OperatorSets) -> Call:
 
 def _torch_loop(sets: OperatorSets) -> Call:
     def loop(i: int) -> None:
-        start = 0
-        for slot, size in enumerate(sets.operator.sizes):
-            rows = slice(start, start + size)
-            sets.y[i][rows].addmm_(sets.x[i][rows] @ sets.a[i][0][slot].T, sets.b[i][0][slot].T)
-            start += size
+        parts = [y.split(sets.operator.widths, 1) for y in sets.y[i].split(sets.operator.sizes)]
+        for slot, (x, outputs) in enumerate(zip(sets.x[i].split(sets.operator.sizes), parts, strict=True)):
+            for y, a, b in zip(outputs, sets.a[i], sets.b[i], strict=True):
+                y.addmm_(x @ a[slot].T, b[slot].T)
 
     return loop
 

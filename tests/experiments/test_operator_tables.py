@@ -33,6 +33,19 @@ def test_every_row_of_an_anchor_table_has_its_anchor(table, rows):
             assert sizes == {tuple(map(str, (op.bytes(), op.tokens, len(op.sizes), len(op.widths))))}, line.label
 
 
+def test_drawn_operators_are_the_same_every_time_and_compared_with_the_loop():
+    found = lines("drawn")
+    assert [line.operator for line in found] == [line.operator for line in lines("drawn")]
+    assert len({line.label for line in found}) == 40
+    assert {line.part for line in found} == {"decode", "prefill"}
+    for line in found:
+        op = line.operator
+        assert min(op.sizes) >= 1
+        assert op.tokens <= 8000
+    found[0].us |= {"torch_loop": 3.0, "wrapper": 2.0}
+    assert [best_existing(line) for line in found[:2]] == [("torch_loop", 3.0), None]
+
+
 def test_bytes_count_true_ranks():
     narrow, wide = (Operator(4096, (4096,), 64, (1, 1), ranks) for ranks in ((8, 16), (64, 64)))
     assert wide.bytes() - narrow.bytes() == 2 * (128 - 24) * 8192
