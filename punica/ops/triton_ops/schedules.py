@@ -9,7 +9,7 @@ loop steps one after the other, and the launch's unique bytes at the rate of the
 2026-11-26 to the times of about 20 candidates per product of 188 operators in 16 bits and 53 in FP8 by
 `experiments/commands/tune.py` of commit 195ae1f8 (``fit=true``). The choice is within 5 % of the best candidate on the
 geometric mean, for each product and weight format (worst: 1.65 for a shrink, 1.41 for an expand). Candidates of more
-than 64 ranks for long segments are of 2026-11-30: 18 prefills, rank 16 to 256, take 12 % less time.
+than 64 ranks for long segments are of 2026-11-30 (`_is_tall`).
 """
 
 import functools
@@ -185,18 +185,26 @@ def expand_schedules(problem: Problem) -> Iterator[Schedule]:
             yield Schedule(rows, columns, min(lanes, WIDE_RANKS), warps, COLUMN_STAGES, tiles_n=steps)
 
 
+def _is_looped(problem: Problem) -> bool:
+    return problem.rows * sum(problem.widths) >= LOOPED and max(problem.widths) >= 2 * COLUMNS[0]
+
+
 def _is_tall(problem: Problem) -> bool:
-    return problem.rank > MOST_LANES and problem.element == 2 and problem.shape.longest >= TILE_ROWS[-1]
+    """Tell if tiles have many ranks and full rows; up to 128 ranks, too, if a loop over columns leaves enough of them.
+
+    Fewer tiles of 128 ranks are as fast with 256 columns.
+    """
+    wide = problem.rank > 2 * MOST_LANES or (problem.rank > MOST_LANES and _is_looped(problem))
+    return wide and problem.element == 2 and problem.shape.longest >= TILE_ROWS[-1]
 
 
 def _tall_expands(problem: Problem, lanes: int) -> Iterator[Schedule]:
     """Yield tiles of many ranks for long segments: weights and sums of 256 columns would not fit the registers."""
-    tall, widest, most = 2 * TILE_ROWS[-1], max(problem.widths), min(lanes, WIDE_RANKS)
-    looped = problem.rows * sum(problem.widths) >= LOOPED and widest >= 2 * COLUMNS[0]
+    tall, most, looped = 2 * TILE_ROWS[-1], min(lanes, WIDE_RANKS), _is_looped(problem)
     columns = COLUMNS[0] // (2 if looped and most == WIDE_RANKS else 1)
     for rows, steps in product((TILE_ROWS[-1], tall) if looped else TILE_ROWS, COLUMN_STEPS[looped:]):
         fits = rows < tall or (most < WIDE_RANKS and steps < COLUMN_STEPS[-1])
-        if fits and columns * steps <= 2 * widest:
+        if fits and (steps == 1 or columns * steps <= 2 * max(problem.widths)):
             warps = WARPS * max(1, rows // TILE_ROWS[-1])
             yield Schedule(rows, columns, most, warps, COLUMN_STAGES, tiles_n=steps)
 
