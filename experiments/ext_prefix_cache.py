@@ -88,7 +88,8 @@ class PrefixCache(Experiment):
         adapters, context, drawn = cast(int, point.batch_size), cast(int, point.seq_len), cfg.adapters.seed
         sizes = tuple(figure.contexts), max(figure.adapters), cfg.adapters.ranks[0], drawn, figure.cache_tokens
         bench = self.kept((cfg.model.name, *sizes), lambda: Pipelines(cfg.model, cfg.hardware.device, *sizes))
-        seed = drawn + 1000 * context + 10_000_000 * point.repeat
+        # no point finds the context of another in the cache that all points of a system share
+        seed = drawn + 1000 * context + 10_000_000 * (point.repeat + 1000 * adapters)
         bench.check(point.system, context, adapters, seed)
         found = [bench.run(point.system, context, adapters, seed + turn) for turn in range(1, figure.pipelines + 1)]
         return [

@@ -12,11 +12,30 @@ from experiments.measure.records import read_rows
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
+def drawn() -> list[tuple[str, int]]:
+    """Filled by `rows`: the system and the seed of every pipeline."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory, drawn):
     home = tmp_path_factory.mktemp("rows")
     sizes = ("figure.contexts=[48]", "figure.adapters=[1,3]", "figure.pipelines=1")
-    run(composed(home, *sizes, name="ext_prefix_cache"), PREFIX)
+    genuine = Pipelines.run
+
+    def seen(self, name: str, *case: int):
+        drawn.append((name, case[-1]))
+        return genuine(self, name, *case)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Pipelines, "run", seen)
+        run(composed(home, *sizes, name="ext_prefix_cache"), PREFIX)
     return read_rows(home / "cpu" / "smoke" / "rows" / "ext_prefix_cache.csv")
+
+
+def test_no_pipeline_finds_the_context_of_another_in_the_cache(rows, drawn):
+    cached = [one for one in drawn if one[0] != "recompute"]
+    assert len(set(cached)) == len(cached) > 4
 
 
 def blocks(rows, system: str, panel: str) -> float:
