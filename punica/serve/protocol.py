@@ -195,7 +195,7 @@ def check_supported(body: AnyBody) -> None:
     allowed = {**UNSUPPORTED, "best_of": (body.n or 1,), "lora_path": (body.model,)}
     for name, value in given.items():
         choice = _CHOICES.get(name, "")
-        if value is None or name in WITHOUT_EFFECT or given.get(choice) == "none":
+        if value is None or name in WITHOUT_EFFECT or (choice and given.get(choice) == "none"):
             continue
         if name not in allowed:
             raise ApiError(400, f"unknown parameter {clip(name)}", clip(name)[1:-1], "unknown_parameter")

@@ -44,6 +44,9 @@ class StepMetadata:
         """Return itself: copies of a layer take part in its steps."""
         return self
 
+    def __copy__(self) -> Self:
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the sizes alone: tensors would come without the arrays that fill them. The loaded one has no step."""
         sizes = self.max_num_batched_tokens, self.max_batches, self.device

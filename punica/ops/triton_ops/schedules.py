@@ -141,7 +141,7 @@ WIDE_RANKS = 256
 """Ranks of B that a tile of expand multiplies in one pass, at most."""
 
 
-def shrink_schedules(problem: Problem) -> Iterator[Schedule]:
+def shrink_schedules(problem: Problem, gpu: Gpu) -> Iterator[Schedule]:
     if problem.invariant:
         yield from _invariant_shrinks(problem)
         return
@@ -156,11 +156,11 @@ def shrink_schedules(problem: Problem) -> Iterator[Schedule]:
         if splits == 1 or problem.k >= LEAST_K * splits:
             stages = STAGES // problem.element + (rows < TILE_ROWS[-1])
             yield Schedule(rows, min(lanes, MOST_LANES), K_STEP, WARPS, stages, split_k=splits)
-            if _is_tall(problem) and rows == TILE_ROWS[-1] and 2 * splits < SPLITS[-1]:  # x is read half as often
+            if _is_tall(problem, gpu) and rows == TILE_ROWS[-1] and 2 * splits < SPLITS[-1]:  # x is read half as often
                 yield Schedule(rows, 2 * MOST_LANES, K_STEP, WARPS, stages - 1, split_k=splits)
 
 
-def expand_schedules(problem: Problem) -> Iterator[Schedule]:
+def expand_schedules(problem: Problem, gpu: Gpu) -> Iterator[Schedule]:
     if problem.invariant:
         yield from _invariant_expands(problem)
         return
@@ -173,8 +173,8 @@ def expand_schedules(problem: Problem) -> Iterator[Schedule]:
         for step, columns in product(at_once, GEMV_COLUMNS):
             if columns * step <= GEMV_BLOCK:
                 yield Schedule(0, columns, step, max(1, columns * step * problem.element // GEMV_BLOCK))
-    if _is_tall(problem):
-        yield from _tall_expands(problem, lanes)
+    if _is_tall(problem, gpu):
+        yield from _tall_expands(problem)
         return
     in_words = problem.element == 1 and not problem.by_rows and lanes <= WORD_LANES
     for rows, columns, steps in product(_tile_rows(problem), COLUMNS, COLUMN_STEPS):
@@ -189,24 +189,22 @@ def _is_looped(problem: Problem) -> bool:
     return problem.rows * sum(problem.widths) >= LOOPED and max(problem.widths) >= 2 * COLUMNS[0]
 
 
-def _is_tall(problem: Problem) -> bool:
-    """Tell if tiles have many ranks and full rows; up to 128 ranks, too, if a loop over columns leaves enough of them.
-
-    Fewer tiles of 128 ranks are as fast with 256 columns.
+def _is_tall(problem: Problem, gpu: Gpu) -> bool:
+    """Tell if tiles have many ranks in one pass and mostly full rows; up to 128 ranks, too, if a loop over columns
+    leaves enough of them. Fewer tiles of 128 ranks are as fast with 256 columns.
     """
-    wide = problem.rank > 2 * MOST_LANES or (problem.rank > MOST_LANES and _is_looped(problem))
-    return wide and problem.element == 2 and problem.shape.longest >= TILE_ROWS[-1]
+    many = _is_looped(problem) if problem.rank <= 2 * MOST_LANES else gpu.shared_memory >= Gpu().shared_memory
+    full = problem.rows >= TILE_ROWS[-1] * problem.shape.adapters
+    return MOST_LANES < problem.rank <= WIDE_RANKS and problem.element == 2 and full and many
 
 
-def _tall_expands(problem: Problem, lanes: int) -> Iterator[Schedule]:
+def _tall_expands(problem: Problem) -> Iterator[Schedule]:
     """Yield tiles of many ranks for long segments: weights and sums of 256 columns would not fit the registers."""
-    tall, most, looped = 2 * TILE_ROWS[-1], min(lanes, WIDE_RANKS), _is_looped(problem)
-    columns = COLUMNS[0] // (2 if looped and most == WIDE_RANKS else 1)
-    for rows, steps in product((TILE_ROWS[-1], tall) if looped else TILE_ROWS, COLUMN_STEPS[looped:]):
-        fits = rows < tall or (most < WIDE_RANKS and steps < COLUMN_STEPS[-1])
-        if fits and (steps == 1 or columns * steps <= 2 * max(problem.widths)):
-            warps = WARPS * max(1, rows // TILE_ROWS[-1])
-            yield Schedule(rows, columns, most, warps, COLUMN_STAGES, tiles_n=steps)
+    lanes, looped = block_at_least(problem.rank), _is_looped(problem)
+    columns = COLUMNS[0] // (2 if looped and lanes == WIDE_RANKS else 1)
+    for rows, steps in product(TILE_ROWS[-1:] if looped else TILE_ROWS, COLUMN_STEPS[looped:]):
+        if steps == 1 or columns * steps <= 2 * max(problem.widths):
+            yield Schedule(rows, columns, lanes, WARPS, COLUMN_STAGES, tiles_n=steps)
 
 
 def _tile_rows(problem: Problem) -> Iterator[int]:
@@ -311,8 +309,8 @@ def tiles_of(shape: StepShape, rows: int, block_m: int) -> int:
 
 
 def choose_shrink(problem: Problem, gpu: Gpu) -> Schedule:
-    return min(shrink_schedules(problem), key=lambda schedule: shrink_us(problem, schedule, gpu))
+    return min(shrink_schedules(problem, gpu), key=lambda schedule: shrink_us(problem, schedule, gpu))
 
 
 def choose_expand(problem: Problem, partials: int, gpu: Gpu) -> Schedule:
-    return min(expand_schedules(problem), key=lambda schedule: expand_us(problem, schedule, partials, gpu))
+    return min(expand_schedules(problem, gpu), key=lambda schedule: expand_us(problem, schedule, partials, gpu))

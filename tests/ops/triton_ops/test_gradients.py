@@ -147,7 +147,7 @@ def test_spare_rows_behind_a_step_of_adapters_alone_get_no_term(monkeypatch):
     given = [one.data.nan_to_num_(0.0).requires_grad_() for one in leaves()]
     y = linear(*given, base=(), batch=step([2, 0, 2], slot_count=COUNT, rows=8))
     y.sum().backward()
-    assert y[:3, :5].all()
+    assert (y[:3, :5].isfinite() & (y[:3, :5] != 0)).all()
     for one in (y[3:], given[0].grad[3:]):
         assert torch.equal(one, torch.zeros_like(one))
 

@@ -18,7 +18,7 @@ SHRINKS = {"rows": Schedule(0, 8, 128), "tiles": Schedule(16, 32, 64, num_stages
 EXPANDS = {
     "rows": Schedule(0, 64, 16),
     "tiles": Schedule(16, 64, 64, num_stages=3),
-    "walk": Schedule(128, 32, 64, num_stages=2, tiles_n=3),
+    "walk": Schedule(32, 32, 64, num_stages=2, tiles_n=3),
     "deep": Schedule(16, 64, 16, num_stages=2, tiles_n=2),
 }
 

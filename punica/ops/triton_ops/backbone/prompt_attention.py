@@ -49,6 +49,8 @@ from punica.ops.triton_ops.op import check_runnable
 
 FEW_ROWS = 16
 """Rows of a request, and of a tile, where all requests have so few."""
+MOST_PROGRAMS = (1 << 16) - 1
+"""Programs along the second axis of CUDA's grid."""
 
 
 class _Shape(NamedTuple):
@@ -261,7 +263,7 @@ def prompt_attention(
         _check_cached(q, k, prompts, cached)
     if not rows or not prompts:
         return
-    block_m, block_n, stages, warps = _tile(size, q.element_size(), most_rows)
+    block_m, block_n, stages, warps = _tile(size, q.element_size(), most_rows, q.device)
     width = block_at_least(size)
     tile_bytes = 2 * block_n * width * q.element_size()
     stages = stages_that_fit(stages, tile_bytes, q.device)
@@ -274,7 +276,7 @@ def prompt_attention(
     if cached is not None:
         tiles = max(1, rows // min(block_m, most_rows or rows))
         splits = splits or choose_splits(tiles, heads, stages * tile_bytes, q.device)
-        programs = max(programs, splits * tiles)
+        programs = max(programs, min(splits * tiles, MOST_PROGRAMS))
         shape = shape._replace(page=cached.block_size, format=fp8_format(cached.keys.dtype), splits=splits)
         if splits > 1:
             parts, sums = scratch_of_parts(out, splits)
@@ -289,12 +291,13 @@ def prompt_attention(
         combine(out, parts, sums)
 
 
-def _tile(size: int, itemsize: int, most_rows: int | None) -> tuple[int, int, int, int]:
+def _tile(size: int, itemsize: int, most_rows: int | None, device: torch.device) -> tuple[int, int, int, int]:
     """Return rows and keys of a tile, stages and warps: the same whatever the prompts are, as the bits depend on it."""
     if itemsize > 2:
         return 32, 16, 2, 4
     if most_rows is not None and most_rows <= FEW_ROWS:
-        return FEW_ROWS, 64 if size > 128 else 128, 2, 4
+        keys = 128 if stages_that_fit(2, 512 * block_at_least(size), device) == 2 else 64
+        return FEW_ROWS, keys, 2 if keys == 128 else 3, 4
     return (128, 32, 2, 8) if size > 128 else (64, 64, 3, 4)
 
 
