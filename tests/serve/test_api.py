@@ -121,6 +121,11 @@ def test_what_load_generators_and_clients_send_besides_is_taken(client: Any, fie
     assert client.post("/v1/completions", json=body).status_code == 200
 
 
+def test_a_field_without_a_name_hides_no_other(client: Any) -> None:
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "": "none", "max_completion_tokens": "x"}
+    assert client.post("/v1/completions", json=body).status_code == 400
+
+
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
