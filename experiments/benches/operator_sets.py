@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from experiments.benches.operator_lines import Operator
+from experiments.benches.operator_lines import LOOP, Operator
 from experiments.benches.operators import MAX_LORAS, begun, kernel_meta_args
 from experiments.harness.experiment import check_error
 from experiments.measure.timing import CapturedRun, captured_rounds, seconds_between_events
@@ -177,7 +177,7 @@ COLUMNS: dict[str, Callable[[OperatorSets], Call]] = {
     "rank table": partial(_flat, ranked=True),
     "batch invariant": partial(_flat, batch_invariant=True),
     "wrapper, batch invariant": partial(_of_a_layer, batch_invariant=True),
-    "torch_loop": _torch_loop,
+    LOOP: _torch_loop,
     "torch_gbmm": _torch_gbmm,
 }
 """Column -> its call on set i."""

@@ -61,7 +61,9 @@ def load(argument: str, path: Path) -> pd.DataFrame:
 
 
 def join(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
-    """Points of equal `KEY`, in the order of `a`; `ratio` is B / A. `ConfigError`: no pairs, or units differ."""
+    """Points of equal `KEY`, in the order of `a`; `ratio` is B / A, missing where it says nothing.
+    `ConfigError` without pairs, or where units differ.
+    """
     whole = dict.fromkeys(("batch_size", "seq_len", "rank", "gpu"), "Int64") | {"t_s": "Float64"}
     pairs = a.astype(whole).merge(b.astype(whole)[[*KEY, "unit", "value"]], on=KEY, suffixes=("", "_b"))
     pairs = pairs.rename(columns={"value": "a", "value_b": "b"})

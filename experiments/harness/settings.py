@@ -148,7 +148,9 @@ def _systems(cfg: Config, experiment: Experiment) -> list[str]:
 
 
 def keys_read(experiment: Experiment) -> set[str]:
-    """Groups and keys that decide what `experiment` measures."""
+    """Groups and keys that decide what `experiment` measures: those of all, `Experiment.reads`, those its YAML
+    interpolates, and `timer` unless it has its own clock.
+    """
     interpolated = re.findall(r"\$\{(\w+\.\w+)", (CONF / "figure" / f"{experiment.name}.yaml").read_text("utf-8"))
     timer = [] if experiment.clock else ["timer"]
     return {"figure", "system", "force", "draw", *ALWAYS_READ, *timer, *experiment.reads, *interpolated}

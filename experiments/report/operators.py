@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from experiments import ext_expert_tables as experts
-from experiments.benches.operator_lines import HOST, TABLES, Line, anchors_of, best_existing
+from experiments.benches.operator_lines import HOST, LOOP, TABLES, Line, anchors_of, best_existing
 from experiments.claims.rows import markdown
 from experiments.measure.records import RowsError
 from experiments.report.machines import OPERATOR_TABLES, Machine
@@ -111,7 +111,7 @@ def _summed(ratios: pd.DataFrame, what: str, parts: list[str]) -> Iterator[str]:
 
 
 def _torch_beside_anchors(found: list[Line]) -> Iterator[str]:
-    for name in ("torch_loop", "torch_gbmm"):
+    for name in (LOOP, "torch_gbmm"):
         for line in found:
             here, there = line.us.get(name), anchors_of(line).get(name)
             if here and there:

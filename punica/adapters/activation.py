@@ -35,7 +35,7 @@ def activation_start(tokens: Sequence[int], invocation: Sequence[int]) -> int | 
     The adapter works from there on, and on all tokens that are generated; without an occurrence on no token at all,
     whatever is generated. So does PEFT (`calculate_alora_offsets`).
     """
-    for first in (max(0, len(tokens) - _TAIL), 0):
+    for first in dict.fromkeys((max(0, len(tokens) - _TAIL), 0)):  # a short prompt once
         ids = np.asarray(tokens[first:])
         starts = np.arange(len(ids) - len(invocation) + 1)
         for offset, token in enumerate(invocation):

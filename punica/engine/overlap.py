@@ -168,6 +168,7 @@ class Overlap:
         return plan.only(self._scheduler.running)
 
     def _activate(self, plan: StepPlan, failed: list[RequestState]) -> StepPlan:
+        """Activate the adapters of the step; return the plan without requests that failed."""
         residency, wanted = self._residency, [*plan.decodes, *plan.idle, *plan.prefills]
         if residency is None or residency.settled == (wanted, residency.manager.uses):
             return plan

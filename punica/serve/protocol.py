@@ -98,7 +98,7 @@ class GenerationBody(BaseModel):
 
     @property
     def limit_name(self) -> str:
-        return "max_tokens" if getattr(self, "max_completion_tokens", None) is None else "max_completion_tokens"
+        return "max_tokens"
 
 
 class CompletionBody(GenerationBody):
@@ -155,6 +155,10 @@ class ChatBody(GenerationBody):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit_name(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
 AnyBody = CompletionBody | ChatBody
