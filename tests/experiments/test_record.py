@@ -160,6 +160,7 @@ def test_calls_continue_and_failures_are_told(call):
         assert call([RecordedSet("a", 0.0, rounds=3)], 1, a={"facts": facts})[0]["left"] == left_
 
 
+@pytest.mark.slow
 def test_a_set_is_interrupted_at_the_limit_and_one_of_more_minutes_is_not_begun(call):
     began = time.monotonic()
     told, ran = call([RecordedSet("a", 0.0), RecordedSet("b", 1.0)], 1, 0.1, a={"seconds": 60})

@@ -31,6 +31,7 @@ from tests.serve.world import LONG, World, check_stop, events, get, metric, post
 
 LIMIT_S = 600
 """For processes that import torch on a busy machine."""
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def test_calls_of_a_process_that_dies_get_one_clear_error(world, tmp_path, monkeypatch) -> None:
@@ -87,11 +88,10 @@ def test_orders_that_a_hanging_process_does_not_take_leave_the_event_loop_free(w
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (partial(ending, 3), "process ended with exit code 3 before the engine was ready; see its output above"),
-        (refusing, "Peculiar: max_loras is above 3"),
+        slow(partial(ending, 3), "process ended with exit code 3 before the engine was ready; see its output above"),
+        slow(refusing, "Peculiar: max_loras is above 3"),  # an error that does not pickle
         (partial(Engine.from_pretrained, "/nowhere"), "model folder '/nowhere' does not exist"),
     ],
-    ids=["it ends", "an error that does not pickle", "a refusal"],
 )
 def test_an_engine_that_is_not_built_is_an_error_of_the_server(build: Any, message: str) -> None:
     with pytest.raises((RuntimeError, FileNotFoundError), match=message):
@@ -139,6 +139,7 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", ["partial(hanging, Path(sys.argv[1]))", "Hangs(Path(sys.argv[1]))"])
 def test_an_engine_that_hangs_with_the_interpreter_ends_with_a_killed_server(build: str, tmp_path: Path) -> None:
     """While it loads, and before that, while its libraries are imported."""
@@ -179,7 +180,7 @@ time.sleep(3600)
 
 @pytest.mark.parametrize(
     ("given", "found"),
-    [({}, (1, "10000")), ({"OMP_NUM_THREADS": "2"}, (2, "10000")), ({"OMP_WAIT_POLICY": "passive"}, (1, None))],
+    [({}, (1, "10000")), slow({"OMP_NUM_THREADS": "2"}, (2, "10000")), slow({"OMP_WAIT_POLICY": "passive"}, (1, None))],
 )
 def test_a_small_model_has_one_thread_unless_the_user_says_otherwise(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], found: Any
@@ -196,6 +197,7 @@ def test_a_small_model_has_one_thread_unless_the_user_says_otherwise(
         assert asyncio.run(scenario(process)) == found
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_not_closed_ends_with_its_program() -> None:
     with script("process = EngineProcess(plain); print(process._process.pid, flush=True)") as program:
         output, _ = program.communicate(timeout=LIMIT_S)
