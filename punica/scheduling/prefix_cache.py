@@ -135,7 +135,8 @@ class PrefixCache(BlockManager):
         return counts
 
     def take_counts(self) -> dict[str, int]:
-        counts, self._counts = self._counts, Counter[str]()
+        counts = dict(self._counts)
+        self._counts.clear()
         return counts
 
     def _next_block(self, table: list[int], needed: int) -> int:
