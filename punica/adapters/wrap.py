@@ -172,10 +172,12 @@ def moe_ep_spec_of(layers: Collection[NamedLayer[nn.Module]]) -> MoEEPSpec | Non
     for named in layers:
         layer = named.layer
         if isinstance(layer, FusedMoE) and layer.moe_config.moe_parallel_config.use_ep:
-            rank, mine = layer.moe_config.moe_parallel_config.ep_rank, list(layer.local_experts)
-            block = range(rank * len(mine), (rank + 1) * len(mine))
-            if mine and layer.moe_config.num_experts % len(mine) == 0 and mine == list(block):
-                return MoEEPSpec(rank, len(mine), layer.moe_config.num_experts)
+            place, experts = layer.moe_config.moe_parallel_config, layer.moe_config.num_experts
+            size, rest = divmod(experts, place.ep_size)
+            first = place.ep_rank * size
+            # the same answer on every rank, as one that reads all would have read another version than the others
+            if not rest and list(layer.local_experts) == list(range(first, first + size)):
+                return MoEEPSpec(place.ep_rank, size, experts)
     return None
 
 

@@ -21,17 +21,18 @@ def layer_of(experts: int, ranks: int, rank: int, mine: list[int]) -> NamedLayer
 
 
 @pytest.mark.parametrize(
-    ("experts", "rank", "mine", "expected"),
+    ("ranks", "rank", "mine", "expected"),
     [
-        (8, 1, [4, 5, 6, 7], MoEEPSpec(1, 4, 8)),
-        (8, 2, [6, 7], None),  # of 3 ranks: 3, 3, 2
-        (8, 2, [4], None),  # of 6 ranks: 2, 2, 1, 1, 1, 1
-        (8, 1, [1, 3, 5, 7], None),  # in turn
+        (2, 1, [4, 5, 6, 7], MoEEPSpec(1, 4, 8)),
+        (3, 2, [6, 7], None),  # 3, 3, 2
+        (6, 2, [4], None),  # 2, 2, 1, 1, 1, 1
+        (6, 0, [0, 1], None),  # what other ranks do not leave out is left out by none
+        (2, 1, [1, 3, 5, 7], None),  # in turn
     ],
 )
-def test_only_equal_blocks_are_told_from_names(experts, rank, mine, expected, monkeypatch):
+def test_only_equal_blocks_are_told_from_names(ranks, rank, mine, expected, monkeypatch):
     monkeypatch.setattr(wrap, "FusedMoE", SimpleNamespace)
-    assert moe_ep_spec_of([layer_of(experts, 0, rank, mine)]) == expected
+    assert moe_ep_spec_of([layer_of(8, ranks, rank, mine)]) == expected
 
 
 def test_remote_experts_are_those_of_other_blocks():

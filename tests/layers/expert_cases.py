@@ -116,14 +116,14 @@ ADAPTERS = {0: 8, 1: 3, 2: 5}
 """Rank by slot."""
 RANK_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool, dict[int, int]]] = {
     "tp": ({}, {}, False, ADAPTERS),
-    "tp, fully sharded": ({}, {"fully_sharded_loras": True}, False, {0: 8, 1: 2, 2: 4}),
+    "tp, fully sharded": ({}, {"fully_sharded_loras": True}, False, ADAPTERS),
     "tp, gate and up as one": ({}, {}, True, ADAPTERS),
     "tp, interleaved": ({"w13_layout": "interleaved", "activation": "swigluoai"}, {}, True, ADAPTERS),
     "ep, blocks": ({"use_ep": True}, {}, False, ADAPTERS),
     "ep, round robin": ({"use_ep": True, "placement": "round_robin"}, {}, False, ADAPTERS),
     "ep, gate and up as one": ({"use_ep": True}, {}, True, ADAPTERS),
     "tp, FP8": ({}, {"fp8": E4M3}, False, ADAPTERS),
-    "tp, fully sharded, FP8": ({}, {"fully_sharded_loras": True, "fp8": E4M3}, False, {0: 8, 1: 2, 2: 4}),
+    "tp, fully sharded, FP8": ({}, {"fully_sharded_loras": True, "fp8": E4M3}, False, ADAPTERS),
     "tp, interleaved, FP8": (
         {"w13_layout": "interleaved", "activation": "swigluoai"}, {"fp8": E4M3}, True, ADAPTERS,
     ),

@@ -303,14 +303,6 @@ def test_refused_adapters_leave_the_slot_as_it_was(change, error, message):
     assert torch.equal(layer(*inputs(5)), before)
 
 
-def test_odd_ranks_are_refused_fully_sharded():
-    layer = FusedMoEWithLoRA(FusedMoE(2, 1, HIDDEN, INNER, torch.float32, tp_rank=0, tp_size=2))
-    layer.create_lora_weights(SLOTS, config_of(fully_sharded_loras=True))
-    with pytest.raises(ValueError, match="rank 3"):
-        layer.set_lora(0, *adapter(2, 3, 1))
-    assert not bool(layer.w13_lora_a_stacked[0].any())
-
-
 def test_which_class_wraps_which():
     model_config = type("Config", (), {"architectures": ["Any"]})()
     for packed, kind in ((["w1", "w3"], FusedMoEWithLoRA), (["w13"], FusedMoE3DWithLoRA)):
