@@ -49,7 +49,7 @@ class CompileAhead:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def layer(self, form: LayerForm, rows: int, counts: Sequence[int]) -> None:
-        """Start to compile for a layer of a new form, steps of up to ``rows`` rows, and these numbers of adapters."""
+        """Start to compile for a layer of a new form, steps of up to ``rows`` rows, and these numbers of ids."""
         key = json.dumps(form)
         if key in self.processes or len(self.processes) == MOST_PROCESSES or torch.cuda.current_device():
             return  # ranks on other GPUs of a host find what the first one compiles
@@ -80,8 +80,7 @@ def sizes(rows: int) -> Iterator[int]:
 def launch_all(form: LayerForm, rows: int, counts: Sequence[int]) -> None:
     """Launch all that a layer launches in steps of up to ``rows`` rows, on what counts as the current GPU."""
     from punica.ops.weights import LoRAWeights
-    from punica.vllm.ops.dense import TensorBatch
-    from punica.vllm.ops.slots import OPS
+    from punica.vllm.ops.slots import OPS, step_of
 
     slots, rank, columns, widths, name = form
     dtype = getattr(torch, name)
@@ -95,7 +94,7 @@ def launch_all(form: LayerForm, rows: int, counts: Sequence[int]) -> None:
         y, x = zeros(size, sum(widths)), zeros(size, columns)
         tensors = [zeros(length, of=torch.int32) for length in (size, size, slots + 1, slots + 2, slots + 1)]
         for count in counts:
-            OPS[True].linear(y, x, weights, TensorBatch.given(*tensors, flag=flag, count=count), 1.0)
+            OPS[True].linear(y, x, weights, step_of(*tensors, flag=flag, count=count), 1.0)
 
 
 def main(arguments: Sequence[str]) -> None:

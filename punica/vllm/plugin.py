@@ -83,7 +83,9 @@ def _replacements(wrapper: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
     expected = ["self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices", "buffer", "kwargs"]
     if list(inspect.signature(cls.add_lora_linear).parameters) != expected:
         raise TypeError("add_lora_linear has another signature")
+    meta = wrapper.LoRAKernelMeta
     return [
+        (meta, "prepare_tensors", _counted_of(meta.prepare_tensors)),
         (wrapper, "lora_shrink", _product_of("lora_shrink", shrink, own["lora_shrink"])),
         (wrapper, "lora_expand", _product_of("lora_expand", expand, own["lora_expand"])),
         (wrapper, "fused_moe_lora", _experts_of(fused_moe_lora, own["fused_moe_lora"])),
@@ -102,10 +104,24 @@ def _hash_of(theirs: Callable[..., str]) -> Callable[..., str]:
     return compute_hash
 
 
+def _counted_of(theirs: Callable[..., None]) -> Callable[..., None]:
+    """Leave room in grids for rows without adapter. vLLM chooses a captured graph by the adapters of its requests,
+    while the first entry of the list of ids is that of such rows: the last adapter would have no program.
+    """
+    from punica.vllm.ops import slots
+
+    def prepare_tensors(self: Any, token_lora_mapping: Tensor) -> None:
+        theirs(self, token_lora_mapping)
+        if number := int(self.num_active_loras_cpu):
+            self.num_active_loras_cpu.fill_(slots.places(number, self.active_lora_ids.numel()))
+
+    return prepare_tensors
+
+
 def _mapping_of(theirs: Callable[..., None]) -> Callable[..., None]:
     """Take up the slots of a dense layer, and start to compile for it, where its wrapper is set: no graph is yet."""
     from punica.vllm.ahead import CompileAhead, LayerForm
-    from punica.vllm.ops.slots import Slots, Steps
+    from punica.vllm.ops import slots
 
     ahead = CompileAhead()
 
@@ -115,11 +131,12 @@ def _mapping_of(theirs: Callable[..., None]) -> Callable[..., None]:
         if not isinstance(a, tuple) or not isinstance(b, tuple) or not _are_one_rank(a, b) or _refused(a[0], (*a, *b)):
             return  # no dense layer, or one of vLLM's own kernels, or of shards of ranks
         if not hasattr(punica_wrapper, "punica_steps"):
-            punica_wrapper.punica_steps = Steps(punica_wrapper)
-        Slots(self, punica_wrapper.punica_steps)
+            punica_wrapper.punica_steps = slots.Steps(punica_wrapper)
+        slots.Slots(self, punica_wrapper.punica_steps)
         meta = punica_wrapper.token_mapping_meta
+        counts = sorted({slots.places(count, len(meta.active_lora_ids)) for count in meta.captured_lora_counts})
         try:
-            ahead.layer(LayerForm.of(a, b), meta.token_lora_mapping.numel(), meta.captured_lora_counts)
+            ahead.layer(LayerForm.of(a, b), meta.token_lora_mapping.numel(), counts)
         except Exception as error:  # the engine compiles as it needs
             _say_once(f"no kernels are compiled ahead: {type(error).__name__}: {error}")
 

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from punica.metadata import StepShape
 from punica.ops.triton_ops.configs import Options
 from punica.ops.triton_ops.step_ops import TritonOps
 from punica.ops.weights import LoRAWeights, kept
@@ -19,6 +20,17 @@ from punica.vllm.ops.dense import TensorBatch
 from punica.vllm.ops.signature import register_op
 
 _LAYERS: WeakValueDictionary[int, "Slots"] = WeakValueDictionary()
+
+
+def places(count: int, entries: int) -> int:
+    """Return the ids that a step of ``count`` adapters may list: rows without adapter have one, too."""
+    return min(count + 1, entries)
+
+
+def step_of(*tensors: Tensor, flag: Tensor, count: int | Tensor) -> TensorBatch:
+    """Build a step of `places`, whose rows the adapters share."""
+    batch = TensorBatch.given(*tensors, flag=flag, count=count)
+    return batch._replace(shape=StepShape.even(max(1, batch.max_segments - 1), len(tensors[0])))
 
 
 class Steps:
@@ -38,7 +50,7 @@ class Steps:
         found = self._known.get(key)
         if found is None:
             *tensors, flag, count = meta.meta_args(rows, self.specialize)
-            found = kept(self._known, key, TensorBatch.given(*tensors, flag=flag, count=count))
+            found = kept(self._known, key, step_of(*tensors, flag=flag, count=count))
         return found
 
 

@@ -21,7 +21,10 @@ import pytest
 import torch
 from triton_batches import Batch, assert_close, assert_shrunk
 
+from punica.metadata import LoRAKernelMeta, get_captured_lora_counts
 from punica.ops.absent_gpu import GpuDescription
+from punica.ops.triton_ops.configs import Options
+from punica.ops.triton_ops.step_ops import TritonOps
 from punica.vllm import ahead, plugin
 from punica.vllm.ops import slots
 from punica.vllm.plugin import SWITCH, register
@@ -50,6 +53,7 @@ class Vllm:
                 count("add_lora_linear")()
 
         module.PunicaWrapperGPU = PunicaWrapperGPU  # type: ignore[attr-defined]
+        module.LoRAKernelMeta = self.meta = type("LoRAKernelMeta", (LoRAKernelMeta,), {})  # type: ignore[attr-defined]
         self.config = type("LoRAConfig", (), {"compute_hash": lambda self: "1a2b"})
 
         class BaseLayerWithLoRA:
@@ -72,6 +76,7 @@ class Vllm:
     def is_untouched(self) -> bool:
         same = all(getattr(self.module, name) is value for name, value in self.before.items())
         ours = hasattr(self.module.PunicaWrapperGPU.add_lora_linear, "by_punica")
+        ours |= "prepare_tensors" in vars(self.meta)
         return same and not ours and self.config().compute_hash() == "1a2b"
 
     def layer_of(self, batch: Batch) -> Any:
@@ -160,6 +165,28 @@ def test_slots_of_a_layer_are_known_and_read_to_their_true_ranks(vllm: Vllm, dev
     assert (layer.calls, vllm.calls) == (["set"] * 4 + ["reset"], [])
 
 
+@pytest.mark.parametrize("adapters", [1, 2, 3, 4])
+@pytest.mark.parametrize("invariant", [True, False], ids=["tiles", "rows"])
+def test_a_graph_of_so_many_adapters_serves_them_beside_rows_without_one(
+    vllm: Vllm, device: str, adapters: int, invariant: bool
+) -> None:
+    """vLLM captures a step of adapters alone, and replays it for any step of as many."""
+    register()
+    torch.manual_seed(7)
+    batch = Batch([-1, *range(adapters)] * 3, 64, WIDTHS, 8, 4, torch.float16, device)
+    batch.meta = LoRAKernelMeta.make(4, batch.tokens, device, get_captured_lora_counts(4, True))
+    wrapper, layer, y = vllm.wrapper(batch), vllm.layer_of(batch), batch.y.clone()
+    layer.set_mapping(wrapper)
+    vllm.meta.prepare_tensors(batch.meta, torch.tensor([i % adapters for i in range(batch.tokens)]))
+    captured = wrapper.punica_steps.batch(batch.tokens)
+    vllm.meta.prepare_tensors(batch.meta, torch.tensor(batch.slots))
+    ops = TritonOps(Options(invariant, False))
+    ops.linear(y, batch.x, layer.punica_slots.weights, captured, batch.scaling)
+    batch.check(y)
+    vllm.meta.prepare_tensors(batch.meta, torch.tensor([-1] * batch.tokens))
+    assert wrapper.punica_steps.batch(batch.tokens) is None
+
+
 def test_slots_end_with_their_layer(vllm: Vllm, device: str) -> None:
     register()
     batch = batch_of(device)
@@ -242,6 +269,7 @@ def test_kernels_of_a_dense_layer_are_compiled_ahead(vllm: Vllm, device: str, ca
     monkeypatch.setattr(ahead.CompileAhead, "layer", lambda self, *given: found.append(given))
     register()
     batch = batch_of(device, torch.float32 if case == "dtype" else torch.float16)
+    batch.meta = LoRAKernelMeta.make(3, batch.tokens, device, get_captured_lora_counts(3, True))
     layer, wrapper = vllm.layer_of(batch), vllm.wrapper(batch)
     if case == "embedding":
         layer.lora_a_stacked = batch.a[0]
@@ -249,7 +277,7 @@ def test_kernels_of_a_dense_layer_are_compiled_ahead(vllm: Vllm, device: str, ca
     assert layer.wrapper is wrapper
     form = ahead.LayerForm(3, 8, 64, [48, 16], "float16")
     rows = wrapper.token_mapping_meta.token_lora_mapping.numel()
-    assert found == ([(form, rows, wrapper.token_mapping_meta.captured_lora_counts)] if case == "dense" else [])
+    assert found == ([(form, rows, [2, 3, 4])] if case == "dense" else [])
 
 
 PROGRAM = """
