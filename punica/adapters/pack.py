@@ -85,7 +85,7 @@ class AdapterPacker:
             if self._fp8 is not None:  # scales belong to whole rows of A and B, so later cuts find them ready
                 slices = [(self._quantised(a), self._quantised(b)) for a, b in slices]
             groups[name] = ModuleWeights(name, weights.rank, layer.to_slices(slices))
-        packed = LoRAModel(lora.id, max(weights.rank for weights in groups.values()), groups)
+        packed = LoRAModel(lora.id, max((weights.rank for weights in groups.values()), default=lora.rank), groups)
         packed.invocation = lora.invocation
         return packed
 
@@ -116,7 +116,7 @@ class AdapterPacker:
                 f"adapter {lora.id} is activated LoRA (alora_invocation_tokens {clip(list(lora.invocation))}), which "
                 "is served where LoRAModelManager.accept_activated_lora was called, as an engine does"
             )
-        if not lora.loras:
+        if not (lora.loras or is_loaded):  # one that is loaded may be of other ranks' experts alone
             raise ValueError(f"adapter {lora.id} has no modules; nothing of it matches the model")
         if unknown := sorted(lora.loras.keys() - self._place.keys()):
             raise ValueError(

@@ -17,7 +17,7 @@ from dataclasses import replace
 from punica.adapters import LoadedAdapter, LoRAModel, LoRAModelManager, LoRARequest, activation_start
 from punica.adapters.request import check_same_source
 from punica.checks import clip
-from punica.parallel import get_tensor_model_parallel_world_size
+from punica.parallel import all_ranks_agree, get_tensor_model_parallel_world_size
 from punica.scheduling import Mixture, PrefixKey, RequestState, adapters_of
 from punica.threads import compute_alone
 
@@ -192,10 +192,10 @@ class AdapterResidency:
         for part in request.mixed:
             self.activate(part)
             lora = part.weights.lora
-            if bad := [name for name in lora.loras if not self.manager.modules[name].mixes or lora.invocation]:
-                raise ValueError(
-                    f"adapter {clip(part.adapter.lora_name)} cannot be mixed, for its weights of {clip(bad)}; {_MIXED}"
-                )
+            with all_ranks_agree():  # not all may have experts of the adapter
+                if bad := [name for name in lora.loras if not self.manager.modules[name].mixes or lora.invocation]:
+                    name = clip(part.adapter.lora_name)
+                    raise ValueError(f"adapter {name} cannot be mixed, for its weights of {clip(bad)}; {_MIXED}")
         if not isinstance(request.adapter, LoRARequest):
             return  # the plain backbone
         self._make_active(request, request.adapter)

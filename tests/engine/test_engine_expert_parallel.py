@@ -15,6 +15,7 @@ from punica.ops.quant import Fp8Matrix
 from punica.parallel import spawn_tensor_parallel
 from tests.models.moe_world import CONFIGS, factors, greedy, hugging_face, merged, write_per_expert, write_stacked
 from tests.parallel.progress import told
+from tests.parallel.thread_ranks import on_threads
 from tests.world import tokens_of
 
 E4M3 = torch.float8_e4m3fn
@@ -88,6 +89,29 @@ def test_one_rank_equals_merged_models(folder, merged_tokens):
 @pytest.mark.slow
 def test_two_ranks_equal_merged_models(folder, merged_tokens):
     assert spawn_tensor_parallel(serve, 2, folder, "cpu", backend="gloo") == [merged_tokens] * 2
+
+
+def test_an_adapter_of_one_rank(folder):
+    """Of two ranks one has the adapter's experts, 2 and 3: both serve it alone, and both refuse it in a mixture."""
+    where, experts = folder / "mixtral", "base_model.model.model.layers.0.block_sparse_moe.experts"
+    factors = torch.arange(96.0).sin().view(4, 24), 4 * torch.arange(128.0).cos().view(32, 4)
+    sides = [*zip("AB", factors, strict=True)]
+    tensors = {f"{experts}.{expert}.w2.lora_{side}.weight": factor for expert in (2, 3) for side, factor in sides}
+    alone = LoRARequest("alone", tensors=tensors, config={"r": 4, "lora_alpha": 8, "target_modules": ["w2"]})
+
+    def serve_it(_: int) -> tuple[str, list[list[int]]]:
+        model = MixtureOfExpertsForCausalLM(where, expert_parallel=True)
+        model.load_weights(where)
+        config = EngineConfig(max_batch_size=4, max_model_len=32)
+        engine = Engine(model, config.lora_config(max_lora_rank=4), config)
+        mixed, plain = engine.generate(PROMPTS[:2], [{alone: 0.5}, None], NEW)
+        return str(mixed.error), [plain.token_ids, *tokens_of(engine.generate(PROMPTS[1:2] * 2, [alone, None], NEW))]
+
+    error, tokens = serve_it(0)
+    assert "'alone' cannot be mixed, for its weights of ['model.layers.0.mlp.experts']" in error
+    assert tokens[0] == tokens[2] != tokens[1]
+    for found in on_threads(2, serve_it):
+        assert found == (error.replace("adapter", "rank 1 of 2: adapter", 1), tokens)
 
 
 @pytest.mark.multi_gpu
