@@ -10,6 +10,7 @@ for each slot, take at least as long as the base products.
     vllm                   and `specialize_active_lora`, and LoRA at the seven projections only.
     vllm_dual_stream       and its second stream: `VLLM_LORA_ENABLE_DUAL_STREAM`.
     vllm_punica            `vllm` with this library's LoRA products (`punica.vllm`), installed beside it.
+    punica_cached          `punica` with a prefix cache, and `vllm_cached`: `vllm` with its own.
     ..._invariant          `punica_many`, `vllm` and `vllm_punica` with batch invariance (`VLLM_BATCH_INVARIANT`).
     figure.url=http://...  any server with OpenAI's API and adapters by model name, and no other system; its API key is
                            the environment's SERVER_API_KEY, and is in no row.
@@ -21,6 +22,8 @@ whole length. Panels, in turns for each popularity; the first three also without
     decode          `step_latency` of a full batch with `seq_len` cached tokens on average: two numbers of new tokens
                     (`new_tokens`) of the same requests, subtracted.
     prompt          `prompt_latency` of a full batch of `seq_len` tokens each, to the first token of each.
+    switch          `switch_latency`: to the first token of an adapter behind `seq_len` tokens that were just answered
+                    without one.
     stream          `output_throughput` of a queue of chats; `first_pass`: of its first requests, to warm up.
     company         one request, `repeats` times in random batches of others; `same_tokens`, `same_answers`: share of
                     its most frequent tokens, and with their log-probabilities.
@@ -46,6 +49,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
@@ -66,9 +70,12 @@ if TYPE_CHECKING:
     from experiments.servers.served import Served
 
 TOKENS, DECODE, PROMPT, STREAM, COMPANY, LOAD = "tokens", "decode", "prompt", "stream", "company", "load"
+SWITCH = "switch"
 """Methods of `servers.worker.Measurement`; panels, but for loads, which have one each."""
-METRICS = {DECODE: "step_latency", PROMPT: "prompt_latency"}
-Part = Literal["decode", "prompt", "stream", "company", "load"]
+METRICS = {DECODE: "step_latency", PROMPT: "prompt_latency", SWITCH: "switch_latency"}
+ASKED = 4
+"""Tokens behind the context of a switch."""
+Part = Literal["decode", "prompt", "switch", "stream", "company", "load"]
 Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
 Positive = Annotated[float, Field(gt=0)]
 
@@ -142,7 +149,11 @@ class Servers(Experiment):
             self._say("on a CPU only figure.url= is measured, a server that runs (scale=smoke tries the rest)")
             return []
         names = (NONE, *(name for name in cfg.workload.names if name != TRACE))  # a trace is a load
-        steps = [(panel, name, size) for panel in METRICS for size in figure.contexts for name in names]
+        steps = [
+            (panel, name, size)
+            for panel, size, name in product(METRICS, figure.contexts, names)
+            if panel != SWITCH or name == NONE
+        ]
         cells = [(TOKENS, NONE, None), (COMPANY, NONE, None), *steps, *((STREAM, name, None) for name in names), *loads]
         wanted, model, rank = {TOKENS, *figure.parts, *figure.loads()}, cfg.model.name, cfg.adapters.ranks[0]
         return [
@@ -266,6 +277,10 @@ def _parts(cfg: Config, points: Sequence[Point], bench: Bench) -> list[tuple[str
         given |= {"new_tokens": figure.new_tokens}
         if panel == PROMPT:
             given = {"context": size, "cases": full, "prompts": bench.prompts([size] * rows, size)}
+        if panel == SWITCH:
+            lengths = {"prompts": size, "asked": ASKED}
+            turns = {name: bench.prompts([n] * (figure.rounds + 1), n) for name, n in lengths.items()}
+            given = {"context": size, **turns}
         parts.append((panel, given))
     if any(point.panel == COMPANY for point in points):
         parts.append((COMPANY, {**bench.check, "batches": companies(figure.check[0], rows, figure.repeats)}))

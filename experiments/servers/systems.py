@@ -74,6 +74,8 @@ SYSTEMS = {
     "vllm_as_shipped": System(VLLM, environment={PLUGIN: "0"}),
     "vllm_dual_stream": System(VLLM, SPECIALIZED, {PLUGIN: "0", "VLLM_LORA_ENABLE_DUAL_STREAM": "1"}),
     "vllm_punica": System(VLLM, SPECIALIZED, {PLUGIN: "1"}),
+    "punica_cached": System(PUNICA, {"admission": "fcfs", "prefix_cache": True}),
+    "vllm_cached": System(VLLM, {**SPECIALIZED, "enable_prefix_caching": True}, {PLUGIN: "0"}),
     "punica_invariant": System(PUNICA, {"admission": "fcfs_many", "batch_invariant": True}),
     "vllm_invariant": System(VLLM, SPECIALIZED, {PLUGIN: "0", **INVARIANT}),
     "vllm_punica_invariant": System(VLLM, SPECIALIZED, {PLUGIN: "1", **INVARIANT}),

@@ -73,9 +73,10 @@ class Vllm:
         self._params = vllm.SamplingParams
         self._adapters = [LoRARequest(name, i, path) for i, (name, path) in enumerate(job["adapters"].items(), start=1)]
         self._llm = vllm.LLM(
-            model=job["model"], dtype=job["dtype"], seed=0, skip_tokenizer_init=True, enable_prefix_caching=False,
-            max_model_len=job["max_model_len"], max_num_seqs=job["batch_size"], enable_lora=True,
-            max_loras=job["batch_size"], max_lora_rank=job["rank"], max_cpu_loras=len(self._adapters), **job["options"],
+            model=job["model"], dtype=job["dtype"], seed=0, skip_tokenizer_init=True, enable_lora=True,
+            max_model_len=job["max_model_len"], max_num_seqs=job["batch_size"], max_loras=job["batch_size"],
+            max_lora_rank=job["rank"], max_cpu_loras=len(self._adapters),
+            **{"enable_prefix_caching": False, **job["options"]},
         )  # fmt: skip
         self.about = f"vllm {vllm.__version__}, torch {version('torch')}"
 
@@ -130,6 +131,14 @@ class Measurement:
         one = [1] * len(prompts)
         seconds = self._by_case(cases, lambda ids, _: self._timed(prompts, ids, one)[0], warm=1)
         return {"context": context, "seconds": seconds}
+
+    def switch(self, context: int, prompts: list[list[int]], asked: list[list[int]]) -> dict[str, Any]:
+        """Time the first token of an adapter that is asked behind what the model has answered without one."""
+        seconds = []
+        for prompt, question in zip(prompts, asked, strict=True):
+            self._timed([prompt], [0], [1])
+            seconds.append(self._timed([prompt + question], [1], [1])[0])
+        return {"context": context, "seconds": {"": seconds[1:]}}  # the first warms up
 
     def stream(self, prompts: list[list[int]], cases: Cases, new_tokens: list[int], warm: int) -> dict[str, Any]:
         """Time all requests of a queue, from the call to the last token, with all adapters in host memory. Each adapter

@@ -182,6 +182,13 @@ def test_a_stream_has_its_adapters_in_memory_and_counts_to_the_last_token(monkey
     assert engine.log == [(1, 1), (0, 4), (0, 4)]
 
 
+def test_a_switch_is_timed_from_the_adapters_request_behind_what_was_answered_without_one(monkeypatch):
+    engine = Scripted(monkeypatch, steps=[0.5, 100.0, 0.5, 0.25, 0.5, 0.75])
+    found = Measurement(engine, {}).switch(2, [[1, 2], [3, 4], [5, 6]], [[7], [8], [9]])
+    assert found == {"context": 2, "seconds": {"": [5.25, 5.75]}}
+    assert engine.log == [(0, 1), (1, 1)] * 3
+
+
 def test_fewer_tokens_than_asked_for_are_an_error():
     engine = SimpleNamespace(generate=lambda prompts, adapters, counts: [[0] * (count - 1) for count in counts])
     with pytest.raises(RuntimeError, match=r"asked for \[2\] new tokens, got \[1\]"):
@@ -261,7 +268,7 @@ def test_engines_do_the_same_work_and_rows_name_versions_and_settings(tmp_path, 
     names = "system.names=[punica_many,vllm,vllm_dual_stream,vllm_invariant]"
     cfg = composed(tmp_path, f"figure.vllm_python={python}", names, "draw=true", name=SERVERS.name)
     outcome = run(cfg, SERVERS)
-    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 44, 2)
+    assert (outcome.failed, outcome.measured, len(outcome.figures)) == ([], 48, 2)
     kept = [file.read_text() for file in tmp_path.rglob("ext_servers.*") if file.suffix in (".csv", ".json")]
     assert not [one for one in kept if str(python.parent) in one or "/some" in one]
     rows = [row for row in read_rows(outcome.rows_file) if row.statistic in ("median", "value")]
@@ -272,7 +279,7 @@ def test_engines_do_the_same_work_and_rows_name_versions_and_settings(tmp_path, 
     assert dual.endswith("TUNED_CONFIG_FOLDER=tables, PUNICA_VLLM=0, VLLM_LORA_ENABLE_DUAL_STREAM=1")
     counts = Counter((row.panel, row.metric) for row in rows if row.system == "vllm")
     timed = ("decode", "step_latency"), ("prompt", "prompt_latency"), ("stream", "output_throughput")
-    assert [counts[key] for key in timed] == [3, 3, 3]
+    assert [counts[key] for key in (*timed, ("switch", "switch_latency"))] == [3, 3, 3, 1]
     shares = "first_token_alone", "first_token_reference", "same_alone"
     assert {row.value for row in rows if row.metric in shares} == {1.0}
     same = {(row.system, row.metric): row.value for row in rows if row.panel == "company"}
@@ -518,7 +525,7 @@ def test_a_process_measures_all_of_a_system_and_engines_have_no_loads(tmp_path):
     given = ["scale=gpu", "hardware=h200", f"figure.vllm_python={stub(tmp_path / 'stub')}", "workload=identical"]
     points = points_of(tmp_path, SERVERS, *given)
     groups = [[point.panel for point in group] for group in SERVERS.together(points)]
-    engine = ["tokens", "company", *["decode"] * 2, *["prompt"] * 2, *["stream"] * 2]
+    engine = ["tokens", "company", *["decode"] * 2, *["prompt"] * 2, "switch", *["stream"] * 2]
     assert groups == [engine, ["tokens", *["stream"] * 2, "64 in flight", "16 requests/s"], engine]
     assert {(point.batch_size, point.seq_len) for point in points if point.panel == "decode"} == {(32, 624)}
 
@@ -526,7 +533,7 @@ def test_a_process_measures_all_of_a_system_and_engines_have_no_loads(tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("figure.parts=[decode,hour]", "figure.parts.*must be 'decode', 'prompt', 'stream', 'company' or 'load'"),
+        ("figure.parts=[decode,hour]", "figure.parts.*must be 'decode', 'prompt', .* or 'load'"),
         ("figure.new_tokens=[2,8]", "figure.new_tokens.* must ascend from figure.batch_size=3"),
         ("figure.new_tokens=[2]", "figure.new_tokens"), ("figure.contexts=[6]", "figure.contexts.* must be above 14"),
         ("figure.adapters=2", "figure.adapters=2 must be at least figure.batch_size=3"),
