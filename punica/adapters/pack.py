@@ -5,9 +5,10 @@ the scaling in B; absent parts stay `None`, zeros in the slot. The caller's adap
 
 The experts of a layer come in one of three spellings. *Per expert*: a pair (A, B) for each expert and projection.
 *Stacked* (PEFT's `target_parameters`): pairs `A [E, r, in]`, `B [E, out, r]` under `...experts.base_layer` and
-`...experts`, in whatever order PEFT wrapped gate-and-up and down; shapes tell which is which. *By projection*: one such
-pair per projection, where all experts may share a factor. Where the layer keeps gate and up apart, both take the A of
-a pair of both, and each its half of B. Only this rank's experts are kept.
+`...experts`, in whatever order PEFT wrapped gate-and-up and down; shapes tell which is which, and if it was a PEFT
+before 0.19.1, whose A and B are `[E, r, out]` and `[E, in, r]`. *By projection*: one such pair per projection, where
+all experts may share a factor. Where the layer keeps gate and up apart, both take the A of a pair of both, and each its
+half of B. Only this rank's experts are kept.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -182,12 +183,17 @@ def expert_slices(
         w1, w2, w3 = (stack_experts([pairs[3 * expert + i] for expert in layer.local_experts]) for i in range(3))
         return [w1, w2, w3 if layer.moe_config.is_act_and_mul else w1]
     found: dict[int | None, tuple[Tensor, Tensor]] = {}
-    for part, weights in given.items():
-        ((a, b),) = cast(list[tuple[Tensor, Tensor]], weights.scaled())
-        if a.ndim != 3:
-            raise ValueError("weights of all experts must have a leading dimension, [E, r, in] and [E, out, r]")
-        which = _projection_of(a, b, layer, found) if is_whole else part
-        own_a, own_b = (_own(weights, factor, layer, is_projection, is_loaded) for factor in (a, b))
+    stacks = {part: cast(tuple[Tensor, Tensor], weights.scaled()[0]) for part, weights in given.items()}
+    if any(a.ndim != 3 for a, _ in stacks.values()):
+        raise ValueError("weights of all experts must have a leading dimension, [E, r, in] and [E, out, r]")
+    sizes = _sizes_of(layer) if is_whole else {}
+    widths = [(a.shape[2], b.shape[1]) for a, b in stacks.values()]
+    if any(pair not in sizes and pair[::-1] in sizes for pair in widths):
+        # PEFT before 0.19.1 took a parameter's rows for inputs, and trained the transposed product
+        stacks = {part: (b.mT, a.mT) for part, (a, b) in stacks.items()}
+    for part, (a, b) in stacks.items():
+        which = _projection_of(a, b, sizes, found) if is_whole else part
+        own_a, own_b = (_own(given[part], factor, layer, is_projection, is_loaded) for factor in (a, b))
         found[which] = own_a, own_b
     if W13 in found and (W1 in found or W3 in found):
         raise ValueError("it has gate and up both as one and apart; keep one of the two")
@@ -202,10 +208,14 @@ def expert_slices(
     return slices[: len(layer.names)]
 
 
-def _projection_of(a: Tensor, b: Tensor, layer: FusedMoEWithLoRA, found: Collection[int | None]) -> int:
-    """Tell gate-and-up from down by the sizes of a stacked pair."""
+def _sizes_of(layer: FusedMoEWithLoRA) -> dict[tuple[int, int], int]:
+    """Inputs and outputs of gate-and-up and of down."""
     hidden, inner = layer.hidden_size, layer.intermediate_size_per_partition * layer.tp_size
-    sizes = {(hidden, 2 * inner if layer.moe_config.is_act_and_mul else inner): W13, (inner, hidden): W2}
+    return {(hidden, 2 * inner if layer.moe_config.is_act_and_mul else inner): W13, (inner, hidden): W2}
+
+
+def _projection_of(a: Tensor, b: Tensor, sizes: Mapping[tuple[int, int], int], found: Collection[int | None]) -> int:
+    """Tell gate-and-up from down by the sizes of a stacked pair."""
     which = sizes.get((a.shape[2], b.shape[1]))
     if which is None or which in found:
         raise ValueError(

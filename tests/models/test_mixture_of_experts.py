@@ -2,6 +2,7 @@
 weights compute.
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,24 @@ def test_adapters_on_experts_equal_merged_weights(world, ours, tmp_path, stacked
             for i, of_layer in layers.items()
         }
     torch.testing.assert_close(logits_of(ours), wanted(merged(theirs, layers, 2.0)), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("parameters", [("gate_up_proj", "down_proj"), ("gate_up_proj",), ("down_proj",)])
+def test_peft_before_0_19_1_trained_the_transposed_product(world, ours, tmp_path, parameters):
+    """It took the rows of `[E, rows, columns]` for inputs: A `[E*r, rows]`, B `[columns, r*E]`."""
+    theirs, tensors, rank = copy.deepcopy(world[0]), {}, 3
+    generator = torch.Generator().manual_seed(4)
+    names = {name: f"model.layers.1.mlp.experts{'.base_layer' * (name != parameters[-1])}" for name in parameters}
+    for name, module in names.items():
+        weight = getattr(theirs.model.layers[1].mlp.experts, name)
+        experts, rows, columns = weight.shape
+        a, b = (torch.randn(*size, generator=generator) for size in ((experts * rank, rows), (columns, rank * experts)))
+        tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        delta = torch.einsum("ore,eri->eio", b.view(columns, rank, experts), a.view(experts, rank, rows))
+        weight.data += 0.5 * delta
+    write(tmp_path, tensors, rank, 1.5, target_modules=None, target_parameters=[f"experts.{name}" for name in names])
+    managed(ours, tmp_path)
+    torch.testing.assert_close(logits_of(ours), wanted(theirs), rtol=1e-3, atol=1e-3)
 
 
 def test_missing_experts_and_projections_change_nothing(world, ours, tmp_path):
