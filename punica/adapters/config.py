@@ -35,7 +35,7 @@ _WHOLE_MODULES = (
 )
 # These initialisations subtract something from the base weights, and training went on from there.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
-_OTHER_INITS = ("gaussian", "eva", "orthogonal", "true", "false")
+_OTHER_INITS = ("gaussian", "eva", "orthogonal", "mica", "true", "false")
 _OF_TRAINING = frozenset({  # settings that no result of a layer depends on
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config", "runtime_config",
     "megatron_config", "quantization_config", "use_cache", "use_gradient_checkpointing", "use_unsloth",

@@ -55,6 +55,7 @@ def test_null_means_not_given():
     ("init", "others", "message"),
     [
         ("gaussian", {}, None),
+        ("mica", {}, None),
         (True, {"use_off": False, "off_config": None, "loftq_config": {1: 2}}, None),
         ("PiSSA_niter_4", {}, "init_lora_weights='PiSSA_niter_4' may have altered"),
         ("invented", {}, "init_lora_weights='invented' is not known here and may have altered"),
