@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, cast
 
-from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
+from experiments.harness import PROTOCOL, Config, ConfigError, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.schema import Count, Counts, DType
 from experiments.workload.popularity import popularity
 
@@ -59,7 +59,7 @@ class MixtureOfExperts(Experiment):
         most = max(figure.batch_sizes)
         kinds = [(own, {**settings, "slots": slots}, slots if figure.slots else None)
                  for slots in figure.slots or [cfg.adapters.slots or most]]  # fmt: skip
-        kinds.append((engine, {**settings, "layers": figure.engine_layers, "slots": most}, None))
+        kinds.append((engine, {**settings, "engine": True, "layers": figure.engine_layers, "slots": most}, None))
         return [
             Point(panel_of(model, figure.fp8, slots), system, workload, model, batch, figure.context, rank, of_system)
             for model, rank, (systems, of_system, slots) in product(figure.models, cfg.adapters.ranks, kinds)
@@ -82,8 +82,8 @@ class MixtureOfExperts(Experiment):
             return [sampled("step_latency", [1e3 * one for one in seconds[point.system]], "ms") for point in points]
         slots, needed = settings["slots"], len(set(rows))
         if needed > slots:
-            raise ValueError(f"figure.slots or adapters.slots is {slots}, {first.workload} has {needed} adapters in "
-                             f"a batch of {batch}; give at least as many, or another workload")  # fmt: skip
+            raise ConfigError(f"figure.slots or adapters.slots is {slots}, {first.workload} has {needed} adapters in "
+                              f"a batch of {batch}; give at least as many, or another workload")  # fmt: skip
         calls = self.kept((sizes, slots), lambda: MoEBench(sizes, slots, device)).checked_calls(rows)
         samples = microseconds(cfg, {point.system: calls[point.system] for point in points})
         metrics = {name: "layer_latency" if name in LAYER else "latency" for name in samples}

@@ -38,7 +38,8 @@ def run(cfg: DictConfig | Config, experiment: Experiment, budget: Budget | None 
     def digest(point: Point) -> str:
         return config_hash(experiment, clocks[point.timer], point, here)
 
-    grid = [replace(point, timer=name) for name, one in clocks.items() for point in experiment.points(one)]
+    timed = [replace(point, timer=name) for name, one in clocks.items() for point in experiment.points(one)]
+    grid = list({digest(point): point for point in timed}.values())  # a value given twice is one point
     passes = experiment.passes or settled.scale.passes
     points = [replace(point, repeat=repeat) for repeat in range(passes) for point in grid]
     current = [] if settled.force else [row for row in rows.rows if row.source_hash == source]

@@ -69,9 +69,11 @@ class ModelConf(Settings):
 
     @model_validator(mode="after")
     def _heads_divide_the_width(self) -> ModelConf:
-        if self.hidden_size % self.num_attention_heads:
-            heads = f"model.num_attention_heads={self.num_attention_heads}"
-            raise ValueError(f"model.hidden_size={self.hidden_size} must be a multiple of {heads}: choose another")
+        hidden, heads = self.hidden_size, f"model.num_attention_heads={self.num_attention_heads}"
+        if hidden % (2 * self.num_attention_heads):  # rotary positions: pairs in a head
+            raise ValueError(f"model.hidden_size={hidden} must be an even multiple of {heads}: choose another")
+        if self.num_attention_heads % (groups := self.num_key_value_heads):
+            raise ValueError(f"{heads} must be a multiple of model.num_key_value_heads={groups}: choose another")
         return self
 
     def lora_parameters(self, rank: int, layers: int | None = None) -> int:
@@ -97,7 +99,7 @@ class ModelConf(Settings):
 class HardwareConf(Settings):
     """The measured device and its datasheet's ceilings (`conf/hardware/*.yaml`), null where there are none."""
 
-    name: str  # slug, as in outputs/<name>
+    name: str = Field(pattern=r"^\w[\w.-]*$")  # slug, as in outputs/<name>
     device: Literal["cpu", "cuda"]
     dtype: DType  # what the operator figures compute in
     bandwidth_gb_s: float | None = None

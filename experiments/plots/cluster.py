@@ -27,12 +27,13 @@ TITLE = 100
 """Letters of all titles of maps together."""
 
 
-def draw_hour(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-    """The hour beside the paper's; below, where there are some, the hours of runners on Ray, rule by rule."""
+def draw_hour(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure | None:
+    """The hour beside the paper's; below, those on Ray, rule by rule. None: no rows over time, as of 1000 GPUs."""
     on_ray = rows["panel"].str.contains(ON_RAY)
-    simulated = [(rows[~on_ray], paper)] if not on_ray.all() else []
-    rules = (part for _, part in rows[on_ray].groupby("system", sort=False))
-    clusters = [*simulated, *((part, None) for part in rules if (part["metric"] == HEAT).any())]
+    worlds = [(rows[~on_ray], paper), *((part, None) for _, part in rows[on_ray].groupby("system", sort=False))]
+    clusters = [(part, beside) for part, beside in worlds if (part["metric"] == HEAT).any()]
+    if not clusters:
+        return None
     heights = [HEIGHT if beside is not None else LOW_HEIGHT for _, beside in clusters]
     figure = plt.figure(figsize=(style.PAGE, sum(heights)), layout="constrained")
     parts = figure.subfigures(len(clusters), 1, squeeze=False, height_ratios=heights)[:, 0]

@@ -34,7 +34,7 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
     rows.attrs[NOTE] = clock_note(read)
     paper = paper_frame(paper_folder, experiment.figure)
     commits, settings = distinct(rows, "commit"), distinct(rows, "config_hash")
-    drawn: dict[str, Callable[[pd.DataFrame, pd.DataFrame], Figure]] = {}
+    drawn: dict[str, Callable[[pd.DataFrame, pd.DataFrame], Figure | None]] = {}
     if experiment.overlay:
         rows, paper = experiment.shown(rows), experiment.shown(paper)
         drawn[experiment.name] = partial(panels, spec=experiment.overlay)
@@ -47,8 +47,9 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
     with style.themed():
         for name, function in drawn.items():
             figure, pdf, png = function(rows, paper), folder / f"{name}.pdf", folder / f"{name}.png"
-            figure.savefig(pdf, metadata={"Title": name, "Keywords": words, "CreationDate": None})
-            figure.savefig(png, metadata={"Title": name, "Description": words})
-            plt.close(figure)
-            files += [pdf, png]
+            if figure is not None:
+                figure.savefig(pdf, metadata={"Title": name, "Keywords": words, "CreationDate": None})
+                figure.savefig(png, metadata={"Title": name, "Description": words})
+                plt.close(figure)
+                files += [pdf, png]
     return files

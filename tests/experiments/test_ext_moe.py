@@ -112,6 +112,12 @@ def test_numbers_of_slots_are_panels_and_hold_the_adapters_of_the_batch(tmp_path
         MOE.measure_together(cfg, [few])
 
 
+def test_steps_are_no_cell_of_the_layers_beside_them_at_one_batch_and_popularity(tmp_path):
+    words = ("figure.batch_sizes=[2]", "workload.names=[Distinct]", "figure.models=[mixtral-8x7b]")
+    points = points_of(tmp_path, MOE, *words, "timer=host_clock")
+    assert [{one.system for one in cell} for cell in MOE.together(points)] == [SYSTEMS, ENGINES]
+
+
 def test_every_system_is_measured_and_drawn(tmp_path):
     words = ("figure.batch_sizes=[1,3]", "workload.names=[Distinct,Identical]", "figure.layers=1")
     outcome, rows = measured(tmp_path, MOE, *words)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fakes import PAPER, measured
+from fakes import PAPER, composed, measured
 from tiny import values
 
 from experiments.claims.predictions import predictions
@@ -17,6 +17,7 @@ from experiments.facts.paper import read_figure
 from experiments.fig13_cluster import EXPERIMENT as FIG13
 from experiments.harness.counted import frame_of
 from experiments.harness.points import Reading
+from experiments.harness.resume import run
 from experiments.simulator import simulate
 
 SIZE = model_bytes("llama2-7b")
@@ -144,6 +145,11 @@ def test_rows_have_means_and_spans_of_the_seeds(tmp_path):
         assert low <= one <= high
         assert low < mean < high
     assert predictions(frame_of([replace(row, scale="laptop") for row in rows]), PAPER) == []  # a minute is no hour
+
+
+def test_a_cluster_of_another_size_has_sums_alone_and_nothing_to_draw(tmp_path):
+    outcome = run(composed(tmp_path, "figure.gpus=3", "figure.seeds=1", "draw=true", name=FIG13.name), FIG13)
+    assert (outcome.measured, outcome.failed, outcome.figures) == (outcome.points, [], [])
 
 
 @pytest.mark.parametrize(("role", "model"), [("7B", "llama2-7b"), ("13B", "llama2-13b")])

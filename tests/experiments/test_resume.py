@@ -40,6 +40,12 @@ def test_a_wider_grid_measures_only_what_is_new(tmp_path, rows):
     assert fake.measured == [("Distinct", 8), ("Skewed", 2), ("Skewed", 8)]
 
 
+def test_a_value_that_is_given_twice_is_one_point(tmp_path):
+    fake = Fake()
+    outcome = run(composed(tmp_path, "workload.names=[Distinct,Distinct]", "figure.batch_sizes=[2,2]"), fake)
+    assert (fake.measured, outcome.points, outcome.measured) == ([("Distinct", 2)], 1, 1)
+
+
 @pytest.mark.parametrize(
     ("override", "same"),
     [
