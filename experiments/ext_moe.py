@@ -57,6 +57,10 @@ class MixtureOfExperts(Experiment):
         if cfg.timer.name != "host_clock":  # the only one that times the engine's steps
             engine = []
         most = max(figure.batch_sizes)
+        for slots, workload in product(figure.slots or [cfg.adapters.slots or most], cfg.workload.names if own else ()):
+            if (needed := popularity(workload).number_of_adapters(most)) > slots:
+                raise ConfigError(f"figure.slots or adapters.slots is {slots}, {workload} has {needed} adapters in a "
+                                  f"batch of {most}; give at least as many, or another workload")  # fmt: skip
         kinds = [(own, {**settings, "slots": slots}, slots if figure.slots else None)
                  for slots in figure.slots or [cfg.adapters.slots or most]]  # fmt: skip
         kinds.append((engine, {**settings, "engine": True, "layers": figure.engine_layers, "slots": most}, None))
@@ -80,10 +84,7 @@ class MixtureOfExperts(Experiment):
             adapters = {ENGINE: tuple(slot + 1 for slot in rows), BACKBONE_ENGINE: (0,) * batch}
             seconds = decode_seconds(engine, adapters, figure.context, protocol(cfg))
             return [sampled("step_latency", [1e3 * one for one in seconds[point.system]], "ms") for point in points]
-        slots, needed = settings["slots"], len(set(rows))
-        if needed > slots:
-            raise ConfigError(f"figure.slots or adapters.slots is {slots}, {first.workload} has {needed} adapters in "
-                              f"a batch of {batch}; give at least as many, or another workload")  # fmt: skip
+        slots = settings["slots"]
         calls = self.kept((sizes, slots), lambda: MoEBench(sizes, slots, device)).checked_calls(rows)
         samples = microseconds(cfg, {point.system: calls[point.system] for point in points})
         metrics = {name: "layer_latency" if name in LAYER else "latency" for name in samples}

@@ -10,20 +10,20 @@ for each slot, take at least as long as the base products.
     vllm                   and `specialize_active_lora`, and LoRA at the seven projections only.
     vllm_dual_stream       and its second stream: `VLLM_LORA_ENABLE_DUAL_STREAM`.
     vllm_punica            `vllm` with this library's LoRA products (`punica.vllm`), installed beside it.
-    punica_cached          `punica` with a prefix cache, and `vllm_cached`: `vllm` with its own.
+    ..._cached             `punica` and `vllm` with their prefix caches.
     ..._invariant          `punica_many`, `vllm` and `vllm_punica` with batch invariance (`VLLM_BATCH_INVARIANT`).
     figure.url=http://...  any server with OpenAI's API and adapters by model name, and no other system; its API key is
                            the environment's SERVER_API_KEY, and is in no row.
 
 Each system is a process of its own: ours of this interpreter, vLLM's of `figure.vllm_python`, with VLLM_* of the shell.
 All get one checkpoint of random weights, PEFT folders with weights of their own, and the same greedy requests to their
-whole length. Panels, in turns for each popularity; the first three also without adapters:
+whole length. Panels, in turns for each popularity, and decode, prompt and stream also without adapters:
 
     decode          `step_latency` of a full batch with `seq_len` cached tokens on average: two numbers of new tokens
                     (`new_tokens`) of the same requests, subtracted.
     prompt          `prompt_latency` of a full batch of `seq_len` tokens each, to the first token of each.
-    switch          `switch_latency`: to the first token of an adapter behind `seq_len` tokens that were just answered
-                    without one.
+    switch          `switch_latency`, of no popularity: to the first token of an adapter behind `seq_len` tokens that
+                    were just answered without one. The only work of `..._cached`, as passes repeat their prompts.
     stream          `output_throughput` of a queue of chats; `first_pass`: of its first requests, to warm up.
     company         one request, `repeats` times in random batches of others; `same_tokens`, `same_answers`: share of
                     its most frequent tokens, and with their log-probabilities.
@@ -60,7 +60,7 @@ from experiments.harness import Config, ConfigError, Experiment, FigureConf, Poi
 from experiments.harness.points import by_cell, model_settings
 from experiments.harness.schema import Count, Counts, Seconds
 from experiments.servers.stream import NONE, Stream, companies, ids, longest, stream_lengths
-from experiments.servers.systems import HOW_TO_GET_VLLM, PUNICA, SYSTEMS, versions
+from experiments.servers.systems import CACHED, HOW_TO_GET_VLLM, PUNICA, SYSTEMS, versions
 from experiments.workload import popularity
 from experiments.workload.arrivals import Span
 from experiments.workload.traces import TRACE
@@ -69,12 +69,12 @@ if TYPE_CHECKING:
     from experiments.servers.bench import Bench
     from experiments.servers.served import Served
 
-TOKENS, DECODE, PROMPT, STREAM, COMPANY, LOAD = "tokens", "decode", "prompt", "stream", "company", "load"
-SWITCH = "switch"
+TOKENS, DECODE, PROMPT, SWITCH = "tokens", "decode", "prompt", "switch"
+STREAM, COMPANY, LOAD = "stream", "company", "load"
 """Methods of `servers.worker.Measurement`; panels, but for loads, which have one each."""
 METRICS = {DECODE: "step_latency", PROMPT: "prompt_latency", SWITCH: "switch_latency"}
-ASKED = 4
-"""Tokens behind the context of a switch."""
+ASKED, SWITCHES = 4, 1 << 20
+"""Tokens behind the context of a switch, and the first seed of its prompts."""
 Part = Literal["decode", "prompt", "switch", "stream", "company", "load"]
 Pair = Annotated[list[Count], Field(min_length=2, max_length=2)]
 Positive = Annotated[float, Field(gt=0)]
@@ -115,7 +115,7 @@ class ServersConf(FigureConf):
 
     def sizes_of_work(self) -> dict[str, Any]:
         """Return what decides the work of an engine, with the most tokens of a request, in whole blocks."""
-        decode = max(self.contexts) + (self.new_tokens[1] - self.new_tokens[0] + 1) // 2
+        decode = max(self.contexts) + max(ASKED, (self.new_tokens[1] - self.new_tokens[0] + 1) // 2)
         stream, checked = longest(*self.lengths), self.check_prompt + sum(self.check)
         names = {"adapters", "batch_size", "contexts", "new_tokens", "requests", "lengths", "warm", "rounds", "check",
                  "check_prompt", "repeats"}  # fmt: skip
@@ -160,7 +160,9 @@ class Servers(Experiment):
             Point(panel, system, workload, model, figure.batch_size, size, rank, _settings(cfg, system, workload))
             for system in self._possible(cfg)
             for panel, workload, size in cells
-            if panel in wanted and panel not in ((*METRICS, COMPANY) if SYSTEMS[system].is_server else figure.loads())
+            if panel in wanted
+            and panel not in ((*METRICS, COMPANY) if SYSTEMS[system].is_server else figure.loads())
+            and (panel in (TOKENS, SWITCH) or not system.endswith(CACHED))
         ]
 
     def _possible(self, cfg: Config) -> list[str]:
@@ -279,7 +281,8 @@ def _parts(cfg: Config, points: Sequence[Point], bench: Bench) -> list[tuple[str
             given = {"context": size, "cases": full, "prompts": bench.prompts([size] * rows, size)}
         if panel == SWITCH:
             lengths = {"prompts": size, "asked": ASKED}
-            turns = {name: bench.prompts([n] * (figure.rounds + 1), n) for name, n in lengths.items()}
+            # in no cache from another part
+            turns = {name: bench.prompts([n] * (figure.rounds + 1), SWITCHES + n) for name, n in lengths.items()}
             given = {"context": size, **turns}
         parts.append((panel, given))
     if any(point.panel == COMPANY for point in points):

@@ -47,7 +47,10 @@ def draw(experiment: Experiment, rows_file: Path, folder: Path, paper_folder: Pa
     with style.themed():
         for name, function in drawn.items():
             figure, pdf, png = function(rows, paper), folder / f"{name}.pdf", folder / f"{name}.png"
-            if figure is not None:
+            if figure is None:  # nor is an older one left
+                pdf.unlink(missing_ok=True)
+                png.unlink(missing_ok=True)
+            else:
                 figure.savefig(pdf, metadata={"Title": name, "Keywords": words, "CreationDate": None})
                 figure.savefig(png, metadata={"Title": name, "Description": words})
                 plt.close(figure)

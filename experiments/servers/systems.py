@@ -24,6 +24,8 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
 """All is on disk, and no statistics leave the machine."""
 PLUGIN = "PUNICA_VLLM"
 """Switch of our products inside vLLM (`punica.vllm`), which is on wherever both are installed."""
+CACHED = "_cached"
+"""End of the names of systems with a prefix cache."""
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 VERSIONS = """
 from importlib.metadata import entry_points, version
@@ -74,8 +76,8 @@ SYSTEMS = {
     "vllm_as_shipped": System(VLLM, environment={PLUGIN: "0"}),
     "vllm_dual_stream": System(VLLM, SPECIALIZED, {PLUGIN: "0", "VLLM_LORA_ENABLE_DUAL_STREAM": "1"}),
     "vllm_punica": System(VLLM, SPECIALIZED, {PLUGIN: "1"}),
-    "punica_cached": System(PUNICA, {"admission": "fcfs", "prefix_cache": True}),
-    "vllm_cached": System(VLLM, {**SPECIALIZED, "enable_prefix_caching": True}, {PLUGIN: "0"}),
+    f"punica{CACHED}": System(PUNICA, {"admission": "fcfs", "prefix_cache": True}),
+    f"vllm{CACHED}": System(VLLM, {**SPECIALIZED, "enable_prefix_caching": True}, {PLUGIN: "0"}),
     "punica_invariant": System(PUNICA, {"admission": "fcfs_many", "batch_invariant": True}),
     "vllm_invariant": System(VLLM, SPECIALIZED, {PLUGIN: "0", **INVARIANT}),
     "vllm_punica_invariant": System(VLLM, SPECIALIZED, {PLUGIN: "1", **INVARIANT}),

@@ -60,8 +60,8 @@ class Punica:
 
 class Vllm:
     """vLLM's offline `LLM`, with a slot per request of a batch, and host memory for all adapters. As it ships but for
-    the options of the job and what makes the work the same: no prefix cache, since passes repeat their prompts, and no
-    tokenizer.
+    the options of the job and what makes the work the same: no tokenizer, and no prefix cache but where the job asks
+    for one, since passes repeat their prompts.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ class Measurement:
         return {"context": context, "seconds": seconds}
 
     def switch(self, context: int, prompts: list[list[int]], asked: list[list[int]]) -> dict[str, Any]:
-        """Time the first token of an adapter that is asked behind what the model has answered without one."""
+        """Time the first token of an adapter that is asked behind a prompt that was just answered without one."""
         seconds = []
         for prompt, question in zip(prompts, asked, strict=True):
             self._timed([prompt], [0], [1])

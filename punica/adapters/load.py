@@ -116,11 +116,11 @@ class AdapterLoader:
     def _model(
         self, request: LoRARequest, certificate: Certificate, tensors: Mapping[str, Tensor], device: str, finite: bool
     ) -> LoRAModel:
-        if not certificate.contents:  # all of it belongs to experts of other ranks
-            return LoRAModel(request.lora_int_id, certificate.rank, {})
-        lora = LoRAModel.from_contents(
-            request.lora_int_id, certificate.contents, tensors, device, self._dtype, finite=finite
-        )
+        lora = LoRAModel(request.lora_int_id, certificate.rank, {})
+        if certificate.contents:  # else all of it belongs to experts of other ranks
+            lora = LoRAModel.from_contents(
+                request.lora_int_id, certificate.contents, tensors, device, self._dtype, finite=finite
+            )
         lora.invocation = certificate.invocation
         if request.is_3d_lora_weight and not lora.is_3d_lora_weight:
             raise ValueError("is_3d_lora_weight is set, but no experts are stored as one pair of matrices")

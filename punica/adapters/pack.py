@@ -5,13 +5,14 @@ the scaling in B; absent parts stay `None`, zeros in the slot. The caller's adap
 
 The experts of a layer come in one of three spellings. *Per expert*: a pair (A, B) for each expert and projection.
 *Stacked* (PEFT's `target_parameters`): pairs `A [E, r, in]`, `B [E, out, r]` under `...experts.base_layer` and
-`...experts`, in whatever order PEFT wrapped gate-and-up and down; shapes tell which is which, and if it was a PEFT
-before 0.19.1, whose A and B are `[E, r, out]` and `[E, in, r]`. *By projection*: one such pair per projection, where
-all experts may share a factor. Where the layer keeps gate and up apart, both take the A of a pair of both, and each its
-half of B. Only this rank's experts are kept.
+`...experts`, in whatever order PEFT wrapped gate-and-up and down; shapes tell which is which. A and B of PEFT before
+0.19.1 are `[E, r, out]` and `[E, in, r]`: they are taken where the newer ones do not fit. *By projection*: one such
+pair per projection, where all experts may share a factor. Where the layer keeps gate and up apart, both take the A of a
+pair of both, and each its half of B. Only this rank's experts are kept.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -190,7 +191,9 @@ def expert_slices(
     widths = [(a.shape[2], b.shape[1]) for a, b in stacks.values()]
     if any(pair not in sizes and pair[::-1] in sizes for pair in widths):
         # PEFT before 0.19.1 took a parameter's rows for inputs, and trained the transposed product
-        stacks = {part: (b.mT, a.mT) for part, (a, b) in stacks.items()}
+        for part, weights in given.items():  # before they are scaled, as the scaling belongs into B
+            ((a, b),) = cast(list[tuple[Tensor, Tensor]], weights.slices)
+            (stacks[part],) = cast(list[tuple[Tensor, Tensor]], replace(weights, slices=[(b.mT, a.mT)]).scaled())
     for part, (a, b) in stacks.items():
         which = _projection_of(a, b, sizes, found) if is_whole else part
         own_a, own_b = (_own(given[part], factor, layer, is_projection, is_loaded) for factor in (a, b))

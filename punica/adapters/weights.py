@@ -340,7 +340,9 @@ class LoRAModel:
             tensors = file.numbers(file.entries(rules, weights_mapper)).tensors
         model_id = next(_next_model_id) if lora_model_id is None else lora_model_id
         if not tensors and moe_ep_spec is not None:  # all of it belongs to experts of other ranks
-            return cls(model_id, peft_helper.r, {})
+            lora = cls(model_id, peft_helper.r, {})
+            lora.invocation = peft_helper.alora_invocation_tokens
+            return lora
         return cls.from_lora_tensors(
             model_id, tensors, peft_helper, device, dtype, model_vocab_size, weights_mapper, skip_prefixes
         )

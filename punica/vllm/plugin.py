@@ -1,9 +1,9 @@
 """`register`, an entry point of ``vllm.general_plugins``: vLLM's LoRA operators by the kernels of this library.
 
-vLLM keeps its slots, its metadata and its layers. Its GPU wrapper calls three operators by their names in its module,
-and these names are replaced: `lora_shrink`, `lora_expand` and `fused_moe_lora`, so that embeddings, logits, fully
-sharded layers and experts are served. `add_lora_linear` becomes one operator, whose shrink and expand share their
-launch and may start early. For a graph tracer each is an opaque node, as vLLM's own is.
+vLLM keeps its slots, its layers and its metadata, but for one more place in a grid. Its GPU wrapper calls three
+operators by their names in its module, and these names are replaced: `lora_shrink`, `lora_expand` and `fused_moe_lora`,
+so that embeddings, logits, fully sharded layers and experts are served. `add_lora_linear` becomes one operator, whose
+shrink and expand share their launch and may start early. For a graph tracer each is an opaque node, as vLLM's own is.
 
 A call that the kernels do not serve, by dtype, rank, device or layout, is vLLM's own. Which calls these are is known
 from the form of the tensors, while a graph is traced too.
@@ -105,8 +105,10 @@ def _hash_of(theirs: Callable[..., str]) -> Callable[..., str]:
 
 
 def _counted_of(theirs: Callable[..., None]) -> Callable[..., None]:
-    """Leave room in grids for rows without adapter. vLLM chooses a captured graph by the adapters of its requests,
-    while the first entry of the list of ids is that of such rows: the last adapter would have no program.
+    """Leave room in grids for rows without adapter.
+
+    vLLM chooses a captured graph by the adapters of its requests. The list of ids has an entry for other rows, too, its
+    first, so that the last adapter would have no program.
     """
     from punica.vllm.ops import slots
 

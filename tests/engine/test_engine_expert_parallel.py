@@ -91,18 +91,19 @@ def test_two_ranks_equal_merged_models(folder, merged_tokens):
     assert spawn_tensor_parallel(serve, 2, folder, "cpu", backend="gloo") == [merged_tokens] * 2
 
 
-def test_an_adapter_of_one_rank(folder):
+@pytest.mark.parametrize("fields", [{}, {"alora_invocation_tokens": [PROMPTS[1][-1]]}], ids=["plain", "activated"])
+def test_an_adapter_of_one_rank(folder, fields):
     """Of two ranks one has the adapter's experts, 2 and 3: both serve it alone, and both refuse it in a mixture."""
     where, experts = folder / "mixtral", "base_model.model.model.layers.0.block_sparse_moe.experts"
     factors = torch.arange(96.0).sin().view(4, 24), 4 * torch.arange(128.0).cos().view(32, 4)
     sides = [*zip("AB", factors, strict=True)]
     tensors = {f"{experts}.{expert}.w2.lora_{side}.weight": factor for expert in (2, 3) for side, factor in sides}
-    alone = LoRARequest("alone", tensors=tensors, config={"r": 4, "lora_alpha": 8, "target_modules": ["w2"]})
+    alone = LoRARequest("alone", tensors=tensors, config={"r": 4, "lora_alpha": 8, "target_modules": ["w2"], **fields})
 
     def serve_it(_: int) -> tuple[str, list[list[int]]]:
         model = MixtureOfExpertsForCausalLM(where, expert_parallel=True)
         model.load_weights(where)
-        config = EngineConfig(max_batch_size=4, max_model_len=32)
+        config = EngineConfig(max_batch_size=4, max_model_len=32, block_size=2, prefix_cache=True)
         engine = Engine(model, config.lora_config(max_lora_rank=4), config)
         mixed, plain = engine.generate(PROMPTS[:2], [{alone: 0.5}, None], NEW)
         return str(mixed.error), [plain.token_ids, *tokens_of(engine.generate(PROMPTS[1:2] * 2, [alone, None], NEW))]

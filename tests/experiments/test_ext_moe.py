@@ -9,6 +9,7 @@ from fakes import measured, points_of, settled
 from experiments.benches.expert_models import MoEBench, MoESizes, decode_seconds, engine_of
 from experiments.ext_moe import EXPERIMENT as MOE
 from experiments.ext_moe import panel_of
+from experiments.harness import ConfigError
 from experiments.harness.experiment import CheckFailed
 from experiments.measure.timing import Protocol
 
@@ -99,17 +100,16 @@ def test_steps_of_the_engine_are_timed_by_the_hosts_clock_alone(tmp_path):
 
 
 def test_numbers_of_slots_are_panels_and_hold_the_adapters_of_the_batch(tmp_path):
-    words = ("figure.slots=[2,7]", "figure.batch_sizes=[3]", "workload.names=[Distinct]", "figure.layers=1",
+    words = ("figure.slots=[3,7]", "figure.batch_sizes=[3]", "workload.names=[Distinct]", "figure.layers=1",
              "figure.models=[mixtral-8x7b]", "figure.divisor=64", "system.names=[layer,engine]",
              "timer=host_clock")  # fmt: skip
     few, many, engine = points_of(tmp_path, MOE, *words)
-    panels = [panel_of("mixtral-8x7b", None, slots) for slots in (2, 7, None)]
-    assert [(one.panel, one.settings["slots"]) for one in (few, many, engine)] == [*zip(panels, (2, 7, 3), strict=True)]
-    cfg = settled(tmp_path, MOE, *words)
-    (readings,) = MOE.measure_together(cfg, [many])
+    panels = [panel_of("mixtral-8x7b", None, slots) for slots in (3, 7, None)]
+    assert [(one.panel, one.settings["slots"]) for one in (few, many, engine)] == [*zip(panels, (3, 7, 3), strict=True)]
+    (readings,) = MOE.measure_together(settled(tmp_path, MOE, *words), [many])
     assert min(one.value for one in readings) > 0
-    with pytest.raises(ValueError, match="slots is 2, Distinct has 3 adapters in a batch of 3"):
-        MOE.measure_together(cfg, [few])
+    with pytest.raises(ConfigError, match="slots is 2, Distinct has 3 adapters in a batch of 3"):
+        points_of(tmp_path, MOE, *words, "figure.slots=[2,7]")
 
 
 def test_steps_are_no_cell_of_the_layers_beside_them_at_one_batch_and_popularity(tmp_path):

@@ -20,10 +20,11 @@ import pandas as pd
 import psutil
 import pytest
 from fake_server import fake_server
-from fakes import composed, points_of
+from fakes import composed, points_of, settled
 from tiny import TINY
 
 from experiments.ext_servers import EXPERIMENT as SERVERS
+from experiments.ext_servers import _parts
 from experiments.harness.command import INTERRUPTED, with_options
 from experiments.harness.counted import counted, frame_of
 from experiments.harness.experiment import CheckFailed
@@ -187,6 +188,20 @@ def test_a_switch_is_timed_from_the_adapters_request_behind_what_was_answered_wi
     found = Measurement(engine, {}).switch(2, [[1, 2], [3, 4], [5, 6]], [[7], [8], [9]])
     assert found == {"context": 2, "seconds": {"": [5.25, 5.75]}}
     assert engine.log == [(0, 1), (1, 1)] * 3
+
+
+def test_a_switch_has_prompts_of_its_own_and_room_and_is_all_that_a_cache_is_measured_by(tmp_path, monkeypatch):
+    given = ["scale=gpu", "hardware=h200", f"figure.vllm_python={stub(tmp_path / 'stub')}", "figure.new_tokens=[48,50]"]
+    cfg = settled(tmp_path, SERVERS, *given, "system.names=[punica_cached]")
+    points = SERVERS.points(cfg)
+    assert [point.panel for point in points] == ["tokens", "switch"]
+    monkeypatch.setattr(bench_module, "written", lambda *given: {"adapter": "folder"})
+    made = Bench(cfg.model, "cpu", 1, 16, 0, cfg.figure.sizes_of_work(), None)
+    parts = dict(_parts(cfg, SERVERS.points(settled(tmp_path, SERVERS, *given, "system.names=[punica_many]")), made))
+    switch = parts["switch"]
+    assert not [one for one in switch["prompts"] for other in parts["prompt"]["prompts"] if one[:20] == other[:20]]
+    longest = max(len(one) + len(asked) for one, asked in zip(switch["prompts"], switch["asked"], strict=True))
+    assert longest < cfg.figure.sizes_of_work()["max_model_len"]
 
 
 def test_fewer_tokens_than_asked_for_are_an_error():

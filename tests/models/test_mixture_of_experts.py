@@ -90,9 +90,13 @@ def test_peft_before_0_19_1_trained_the_transposed_product(world, ours, tmp_path
         tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
         delta = torch.einsum("ore,eri->eio", b.view(columns, rank, experts), a.view(experts, rank, rows))
         weight.data += 0.5 * delta
-    write(tmp_path, tensors, rank, 1.5, target_modules=None, target_parameters=[f"experts.{name}" for name in names])
+    fields = {"target_modules": None, "target_parameters": [f"experts.{name}" for name in names]}
+    write(tmp_path, tensors, rank, 1.5, **fields)
     managed(ours, tmp_path)
     torch.testing.assert_close(logits_of(ours), wanted(theirs), rtol=1e-3, atol=1e-3)
+    write(tmp_path, tensors, rank, 1e40, **fields)
+    with pytest.raises(ValueError, match="after scaling"):
+        managed(loaded(world[1]), tmp_path)
 
 
 def test_missing_experts_and_projections_change_nothing(world, ours, tmp_path):

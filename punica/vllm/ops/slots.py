@@ -23,7 +23,7 @@ _LAYERS: WeakValueDictionary[int, "Slots"] = WeakValueDictionary()
 
 
 def places(count: int, entries: int) -> int:
-    """Return the ids that a step of ``count`` adapters may list: rows without adapter have one, too."""
+    """Return how many ids a step of ``count`` adapters may list: rows without adapter have one, too."""
     return min(count + 1, entries)
 
 
