@@ -57,12 +57,12 @@ class MixtureOfExperts(Experiment):
         if cfg.timer.name != "host_clock":  # the only one that times the engine's steps
             engine = []
         most = max(figure.batch_sizes)
-        for slots, workload in product(figure.slots or [cfg.adapters.slots or most], cfg.workload.names if own else ()):
+        sizes = figure.slots or [cfg.adapters.slots or most]
+        for slots, workload in product(sizes, cfg.workload.names if own else ()):
             if (needed := popularity(workload).number_of_adapters(most)) > slots:
                 raise ConfigError(f"figure.slots or adapters.slots is {slots}, {workload} has {needed} adapters in a "
                                   f"batch of {most}; give at least as many, or another workload")  # fmt: skip
-        kinds = [(own, {**settings, "slots": slots}, slots if figure.slots else None)
-                 for slots in figure.slots or [cfg.adapters.slots or most]]  # fmt: skip
+        kinds = [(own, {**settings, "slots": slots}, slots if figure.slots else None) for slots in sizes]
         kinds.append((engine, {**settings, "engine": True, "layers": figure.engine_layers, "slots": most}, None))
         return [
             Point(panel_of(model, figure.fp8, slots), system, workload, model, batch, figure.context, rank, of_system)

@@ -275,15 +275,16 @@ def _parts(cfg: Config, points: Sequence[Point], bench: Bench) -> list[tuple[str
     names = dict.fromkeys(point.workload for point in points if point.panel in (*METRICS, STREAM))
     full = {name: ids(name, rows, figure.adapters) for name in names}
     for panel, size in dict.fromkeys((point.panel, point.seq_len or 0) for point in points if point.panel in METRICS):
-        given = {"context": size, "cases": full, "prompts": bench.prompts([size - mean] * rows, size)}
-        given |= {"new_tokens": figure.new_tokens}
-        if panel == PROMPT:
-            given = {"context": size, "cases": full, "prompts": bench.prompts([size] * rows, size)}
-        if panel == SWITCH:
+        if panel == SWITCH:  # in no cache from another part
             lengths = {"prompts": size, "asked": ASKED}
-            # in no cache from another part
             turns = {name: bench.prompts([n] * (figure.rounds + 1), SWITCHES + n) for name, n in lengths.items()}
-            given = {"context": size, **turns}
+            parts.append((panel, {"context": size, **turns}))
+            continue
+        given = {"context": size, "cases": full}
+        if panel == PROMPT:
+            given |= {"prompts": bench.prompts([size] * rows, size)}
+        else:
+            given |= {"prompts": bench.prompts([size - mean] * rows, size), "new_tokens": figure.new_tokens}
         parts.append((panel, given))
     if any(point.panel == COMPANY for point in points):
         parts.append((COMPANY, {**bench.check, "batches": companies(figure.check[0], rows, figure.repeats)}))

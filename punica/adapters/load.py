@@ -116,8 +116,9 @@ class AdapterLoader:
     def _model(
         self, request: LoRARequest, certificate: Certificate, tensors: Mapping[str, Tensor], device: str, finite: bool
     ) -> LoRAModel:
-        lora = LoRAModel(request.lora_int_id, certificate.rank, {})
-        if certificate.contents:  # else all of it belongs to experts of other ranks
+        if not certificate.contents:  # all of it belongs to experts of other ranks
+            lora = LoRAModel(request.lora_int_id, certificate.rank, {})
+        else:
             lora = LoRAModel.from_contents(
                 request.lora_int_id, certificate.contents, tensors, device, self._dtype, finite=finite
             )

@@ -548,7 +548,8 @@ def test_a_process_measures_all_of_a_system_and_engines_have_no_loads(tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("figure.parts=[decode,hour]", "figure.parts.*must be 'decode', 'prompt', .* or 'load'"),
+        ("figure.parts=[decode,hour]",
+         "figure.parts.*must be 'decode', 'prompt', 'switch', 'stream', 'company' or 'load'"),
         ("figure.new_tokens=[2,8]", "figure.new_tokens.* must ascend from figure.batch_size=3"),
         ("figure.new_tokens=[2]", "figure.new_tokens"), ("figure.contexts=[6]", "figure.contexts.* must be above 14"),
         ("figure.adapters=2", "figure.adapters=2 must be at least figure.batch_size=3"),
