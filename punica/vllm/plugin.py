@@ -4,9 +4,7 @@ vLLM keeps its slots, its layers and its metadata, but for one more place in a g
 operators by their names in its module, and these names are replaced: `lora_shrink`, `lora_expand` and `fused_moe_lora`,
 so that embeddings, logits, fully sharded layers and experts are served. `add_lora_linear` becomes one operator, whose
 shrink and expand share their launch and may start early. For a graph tracer each is an opaque node, as vLLM's own is.
-
-A call that the kernels do not serve, by dtype, rank, device or layout, is vLLM's own. Which calls these are is known
-from the form of the tensors, while a graph is traced too.
+A call that the kernels do not serve, by the form of its tensors, is vLLM's own.
 """
 
 import importlib
@@ -28,11 +26,8 @@ SWITCH = "PUNICA_VLLM"
 """Environment variable; ``0`` leaves vLLM as it is."""
 SUPPORTED = ("0.26", "0.33")
 """Versions of vLLM whose wrapper is known."""
-_WRAPPER = "vllm.lora.punica_wrapper.punica_gpu"
 _OPERATORS = ("lora_shrink", "lora_expand", "fused_moe_lora")
-_DTYPES = (torch.float16, torch.bfloat16)
 _MOST_RANK = 512  # vLLM's largest
-_METADATA = 7  # arguments of shrink and expand that describe the step
 _FULLY_SHARDED = 25  # place of that argument of `fused_moe_lora` behind the weights
 _log = logging.getLogger("vllm.punica")
 
@@ -41,45 +36,43 @@ def register() -> None:
     """Replace vLLM's LoRA operators in this process, all or none; log in one line which, or why not. Raises nothing."""
     if os.environ.get(SWITCH, "1") == "0":
         return
+    replaced = list[tuple[Any, str, Callable[..., Any]]]()
     try:
         version = importlib.metadata.version("vllm")
-        if not version.startswith(tuple(f"{known}." for known in SUPPORTED)):
-            _log.warning("punica: vLLM %s is none of %s; it runs as it is", version, ", ".join(SUPPORTED))
-            return
-        if reason := _unsuited():
-            _log.info("punica: %s; vLLM runs as it is", reason)
-            return
-        wrapper = importlib.import_module(_WRAPPER)
-        if getattr(wrapper.PunicaWrapperGPU.add_lora_linear, "by_punica", False):
-            return
-        replaced = _replacements(wrapper)
+        if not (reason := _unsuited(version)):
+            replaced = _replacements(importlib.import_module("vllm.lora.punica_wrapper.punica_gpu"))
     except Exception as error:  # whatever another version or a broken installation raises
-        _log.warning("punica: %s: %s; vLLM runs as it is", type(error).__name__, error)
-        return
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        _log.warning("punica: %s; vLLM runs as it is", reason)
     for owner, name, function in replaced:
         setattr(owner, name, function)
-    _log.info("punica: %s and add_lora_linear of vLLM %s are ours; %s=0 switches them off",
-              ", ".join(_OPERATORS), version, SWITCH)  # fmt: skip
+    if replaced:
+        _log.info("punica: %s and add_lora_linear of vLLM %s are ours; %s=0 switches them off",
+                  ", ".join(_OPERATORS), version, SWITCH)  # fmt: skip
 
 
-def _unsuited() -> str | None:
-    """Return why no kernel of this library can run here, if none can."""
-    platform = importlib.import_module("vllm.platforms").current_platform
-    if not platform.is_cuda():
+def _unsuited(version: str) -> str | None:
+    """Return why no kernel of this library can run in this vLLM, if none can."""
+    if not version.startswith(tuple(f"{known}." for known in SUPPORTED)):
+        return f"vLLM {version} is none of {', '.join(SUPPORTED)}"
+    if not importlib.import_module("vllm.platforms").current_platform.is_cuda():
         return "this is no NVIDIA GPU"
     return None if importlib.util.find_spec("triton") else "Triton is not installed"
 
 
 def _replacements(wrapper: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return owner, name and new function of all that is replaced; an error where one of them is missing."""
+    """Return owner, name and new function of all that is to replace; an error where one of them is missing."""
     from punica.ops import fused_moe_lora, lora_expand, lora_linear, lora_shrink
     from punica.vllm.ops.slots import INVARIANT
 
-    ours = (partial(one, batch_invariant=INVARIANT) for one in (lora_shrink, lora_expand, lora_linear))
-    shrink, expand, linear = ours
     own = {name: getattr(wrapper, name) for name in _OPERATORS}
     cls, config = wrapper.PunicaWrapperGPU, importlib.import_module("vllm.config.lora").LoRAConfig
     layer = importlib.import_module("vllm.lora.layers.base").BaseLayerWithLoRA
+    if getattr(cls.add_lora_linear, "by_punica", False):
+        return []
+    ours = (partial(one, batch_invariant=INVARIANT) for one in (lora_shrink, lora_expand, lora_linear))
+    shrink, expand, linear = ours
     expected = ["self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices", "buffer", "kwargs"]
     if list(inspect.signature(cls.add_lora_linear).parameters) != expected:
         raise TypeError("add_lora_linear has another signature")
@@ -97,18 +90,13 @@ def _replacements(wrapper: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
 
 def _hash_of(theirs: Callable[..., str]) -> Callable[..., str]:
     """Tell graphs that vLLM compiled with these operators from those with its own, which it keeps on disk."""
-
-    def compute_hash(self: Any) -> str:
-        return f"{theirs(self)}-punica-{punica.__version__}"
-
-    return compute_hash
+    return lambda config: f"{theirs(config)}-punica-{punica.__version__}"
 
 
 def _counted_of(theirs: Callable[..., None]) -> Callable[..., None]:
-    """Leave room in grids for rows without adapter.
+    """Give rows without adapter a program of their own: vLLM chooses a captured graph by the adapters alone.
 
-    vLLM chooses a captured graph by the adapters of its requests. The list of ids has an entry for other rows, too, its
-    first, so that the last adapter would have no program.
+    Their entry is the first in its list of ids, so that the last adapter would have no program.
     """
     from punica.vllm.ops import slots
 
@@ -122,10 +110,8 @@ def _counted_of(theirs: Callable[..., None]) -> Callable[..., None]:
 
 def _mapping_of(theirs: Callable[..., None]) -> Callable[..., None]:
     """Take up the slots of a dense layer, and start to compile for it, where its wrapper is set: no graph is yet."""
-    from punica.vllm.ahead import CompileAhead, LayerForm
+    from punica.vllm.ahead import compile_ahead
     from punica.vllm.ops import slots
-
-    ahead = CompileAhead()
 
     def set_mapping(self: Any, punica_wrapper: Any) -> None:
         theirs(self, punica_wrapper)
@@ -135,10 +121,8 @@ def _mapping_of(theirs: Callable[..., None]) -> Callable[..., None]:
         if not hasattr(punica_wrapper, "punica_steps"):
             punica_wrapper.punica_steps = slots.Steps(punica_wrapper)
         slots.Slots(self, punica_wrapper.punica_steps)
-        meta = punica_wrapper.token_mapping_meta
-        counts = sorted({slots.places(count, len(meta.active_lora_ids)) for count in meta.captured_lora_counts})
         try:
-            ahead.layer(LayerForm.of(a, b), meta.token_lora_mapping.numel(), counts)
+            compile_ahead(a, b, punica_wrapper.token_mapping_meta)
         except Exception as error:  # the engine compiles as it needs
             _say_once(f"no kernels are compiled ahead: {type(error).__name__}: {error}")
 
@@ -154,8 +138,8 @@ def _product_of(name: str, ours: Callable[..., None], theirs: Callable[..., None
         if not _serves(name, inputs if name == "lora_shrink" else output, weights):
             theirs(inputs, weights, output, *metadata_and_scaling, **options)
             return
-        *tensors, count = metadata_and_scaling[:_METADATA]
-        scaling = metadata_and_scaling[_METADATA:]
+        *tensors, count = metadata_and_scaling[:7]  # the rest is of shrink alone
+        scaling = metadata_and_scaling[7:]
         ours(inputs, list(weights), output, *tensors, *scaling, num_active_loras=count, **options)
 
     return product
@@ -211,7 +195,7 @@ def _serves(name: str, rows: Tensor, weights: Sequence[Tensor], output: Tensor |
 def _refused(rows: Tensor, weights: Sequence[Tensor], output: Tensor | None = None) -> str | None:
     if not rows.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"tensors are on {rows.device}"
-    if rows.dtype not in _DTYPES or not all(weight.dtype == rows.dtype for weight in weights):
+    if rows.dtype not in (torch.float16, torch.bfloat16) or not all(weight.dtype == rows.dtype for weight in weights):
         return f"dtypes are {rows.dtype} and {weights[0].dtype}"
     if any(min(weight.shape[-2], weight.shape[-1]) > _MOST_RANK for weight in weights):
         return f"a rank is above {_MOST_RANK}"

@@ -92,8 +92,7 @@ def _run(output: Tensor, inputs: Tensor, lora_a: Tensor, add_inputs: bool) -> No
         OPS[add_inputs].linear(output, inputs, slots.weights, batch, 1.0, add_inputs)
 
 
-INVARIANT = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
-"""vLLM's switch: bits of a request's products that its company does not change."""
+INVARIANT = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")  # vLLM's switch
 OPS = {early: TritonOps(Options(INVARIANT, early)) for early in (True, False)}
 linear: Callable[[Tensor, Tensor, Tensor, bool], None] = register_op(
     "vllm_linear", "(Tensor(a!) output, Tensor inputs, Tensor lora_a, bool add_inputs) -> ()", _run
