@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, cast
 
-from experiments.harness import PROTOCOL, Config, ConfigError, Experiment, FigureConf, Point, Reading, main, sampled
+from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, main, sampled
 from experiments.harness.schema import Count, Counts, DType
+from experiments.harness.settings import slots_for
 from experiments.workload.popularity import popularity
 
 LAYER = ("layer", "backbone layer")
@@ -57,11 +58,7 @@ class MixtureOfExperts(Experiment):
         if cfg.timer.name != "host_clock":  # the only one that times the engine's steps
             engine = []
         most = max(figure.batch_sizes)
-        sizes = figure.slots or [cfg.adapters.slots or most]
-        for slots, workload in product(sizes, cfg.workload.names if own else ()):
-            if (needed := popularity(workload).number_of_adapters(most)) > slots:
-                raise ConfigError(f"figure.slots or adapters.slots is {slots}, {workload} has {needed} adapters in a "
-                                  f"batch of {most}; give at least as many, or another workload")  # fmt: skip
+        sizes = [slots_for(cfg, most, slots) for slots in figure.slots or (None,)] if own else []
         kinds = [(own, {**settings, "slots": slots}, slots if figure.slots else None) for slots in sizes]
         kinds.append((engine, {**settings, "engine": True, "layers": figure.engine_layers, "slots": most}, None))
         return [

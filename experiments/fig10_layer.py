@@ -15,6 +15,7 @@ from typing import cast
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Overlay, main
 from experiments.harness.points import Point, Reading, model_settings, sampled
 from experiments.harness.schema import Counts
+from experiments.harness.settings import slots_for
 from experiments.workload.popularity import popularity
 
 
@@ -40,7 +41,7 @@ class Fig10(Experiment):
         ]
 
     def _slots(self, cfg: Config) -> int:
-        return cfg.adapters.slots or max(cast(LayerConf, cfg.figure).batch_sizes)
+        return slots_for(cfg, max(cast(LayerConf, cfg.figure).batch_sizes))
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         from experiments.benches.model_steps import LayerBench, step_tokens

@@ -27,7 +27,7 @@ from types import ModuleType
 
 from pydantic import Field
 
-from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main
+from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.schema import Count
 
 
@@ -69,6 +69,8 @@ class Fig13(Experiment):
 def _world(cfg: Config) -> ModuleType:
     from experiments.cluster import ray_hour, simulated_hour
 
+    if cfg.address and cfg.runtime != "ray":
+        raise ConfigError(f"address={cfg.address} is read with runtime=ray alone: choose that, or leave it out")
     return {"simulated": simulated_hour, "ray": ray_hour}[cfg.runtime]
 
 

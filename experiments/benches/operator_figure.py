@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from experiments.harness import PROTOCOL, Config, Experiment, FigureConf, Point, Reading, sampled
 from experiments.harness.schema import Count, Counts, DType
+from experiments.harness.settings import slots_for
 
 if TYPE_CHECKING:
     from experiments.benches.operators import Problem
@@ -29,7 +30,7 @@ class OperatorConf(FigureConf):
 
     def resident(self, cfg: Config) -> int:
         """Return the adapters on the device: a server's slots hold more than one batch uses."""
-        return cfg.adapters.slots or max(self.batch_sizes)
+        return slots_for(cfg, max(self.batch_sizes))
 
 
 def operator_conf(cfg: Config) -> OperatorConf:

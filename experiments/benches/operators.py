@@ -183,8 +183,10 @@ def _gather_bmm(problem: Problem) -> Prepared:
 @OPERATORS.register("grouped_mm")
 def _grouped_mm(problem: Problem) -> Prepared:
     """Two library calls over all slots, on rows sorted by slot."""
-    if not grouped_mm_available(problem.x.device, problem.x.dtype):
-        raise Unsupported(f"torch {torch.__version__} has no grouped_mm for {problem.x.dtype} on {problem.x.device}")
+    rank = problem.a.shape[1]
+    if not grouped_mm_available(problem.x.device, problem.x.dtype, rank):
+        what = f"{problem.x.dtype} at rank {rank} on {problem.x.device}"
+        raise Unsupported(f"torch {torch.__version__} has no grouped_mm for {what}")
     if problem.x.is_cuda:  # for other types torch reads the group ends on the host, which no CUDA graph can hold
         problem = problem.rounded(torch.bfloat16)
     product: Any = grouped_product()

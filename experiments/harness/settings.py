@@ -27,7 +27,7 @@ from experiments.harness.schema import (
 )
 from experiments.measure import environment
 from experiments.measure.records import TIMERS
-from experiments.workload.popularity import WORKLOADS
+from experiments.workload.popularity import WORKLOADS, popularity
 from experiments.workload.traces import TRACE
 
 if TYPE_CHECKING:
@@ -121,12 +121,25 @@ def _workloads(cfg: Config, experiment: Experiment) -> list[str]:
     names = cfg.workload.names or cfg.figure.workloads
     if TRACE in names and not experiment.takes_trace:
         raise ConfigError(f"workload=trace is not read by {experiment.name}: choose a popularity")
+    given = cfg.workload.model_dump(exclude={"names"}, exclude_defaults=True)
+    if given and TRACE not in names:
+        raise ConfigError(f"workload.{min(given)} is read with workload=trace alone: choose that, or leave it out")
     if unknown := [name for name in names if name not in (TRACE, *WORKLOADS.names())]:
         raise ConfigError(
             f"workload.names has {unknown[0]!r}, which is unknown; known: {', '.join(WORKLOADS.names())}. "
             "Choose workload=all or one of these, or register yours in experiments/workload/popularity.py"
         )
     return list(names)
+
+
+def slots_for(cfg: Config, most: int, slots: int | None = None) -> int:
+    """Return the slots for batches of up to `most` rows; `ConfigError` where the adapters of a workload are more."""
+    key, slots = "figure.slots" if slots else "adapters.slots", slots or cfg.adapters.slots or most
+    for workload in cfg.workload.names:
+        if (needed := popularity(workload).number_of_adapters(most)) > slots:
+            raise ConfigError(f"{key} is {slots}, {workload} has {needed} adapters in a batch of {most}; "
+                              "give at least as many, or another workload")  # fmt: skip
+    return slots
 
 
 def choice(name: str) -> str:

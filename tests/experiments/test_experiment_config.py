@@ -143,6 +143,18 @@ def test_what_an_experiment_does_not_read_is_refused(name, override, key):
         refuse_unread(["scale=smoke", override], keys_read(ALL[name]), name)
 
 
+@pytest.mark.parametrize("name", ["fig08_lora_operator", "fig10_layer", "ext_moe"])
+def test_too_few_slots_for_the_adapters_of_a_batch_are_refused(tmp_path, name):
+    assert points_of(tmp_path, ALL[name], "adapters.slots=2", "figure.batch_sizes=[2]")
+    with pytest.raises(ConfigError, match=r"adapters.slots is 2, Distinct has 3 adapters in a batch of 3"):
+        points_of(tmp_path, ALL[name], "adapters.slots=2", "figure.batch_sizes=[3]")
+
+
+def test_an_address_without_ray_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="address=host:1 is read with runtime=ray alone"):
+        points_of(tmp_path, ALL["fig13_cluster"], "address=host:1")
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_what_an_experiment_reads_is_not_refused(name):
     usual = ["scale=smoke", "hardware=cpu", "+paths.outputs=x", "force=true", "system=all", "figure.title=T"]

@@ -1,5 +1,7 @@
 """The timed operators compute the same thing, a wrong one is not timed; the faster of torch's products is used."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fakes import settled
@@ -89,6 +91,9 @@ def test_an_operator_that_torch_lacks_gets_no_row_and_no_failure(tmp_path, monke
     assert without == []
     assert some
     assert "no grouped_mm" in capsys.readouterr().err
+    monkeypatch.undo()
+    with pytest.raises(operators.Unsupported, match=r"no grouped_mm for torch.float32 at rank 3 on cpu"):
+        FIG08.calls(settled(tmp_path, FIG08), replace(points[0], rank=3))
 
 
 def test_batches_of_a_graph_read_adapters_of_their_own(tmp_path):

@@ -54,6 +54,8 @@ def test_a_trace_that_cannot_be_read_is_refused_before_anything_is_measured(tmp_
         points_of(tmp_path, FIG11, "workload=trace", given)
     with pytest.raises(ConfigError, match="workload=trace is not read by fig08_lora_operator"):
         settled(tmp_path, FIG08, "workload=trace")
+    with pytest.raises(ConfigError, match=r"workload.path is read with workload=trace alone"):
+        settled(tmp_path, FIG11, "workload.path=/absent.csv")
 
 
 def test_loads_on_servers_have_the_traces_adapters_lengths_and_bursts(tmp_path, azure):
