@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import peft
@@ -11,6 +12,7 @@ import transformers
 
 from punica.adapters import LoRARequest, write_random_adapter
 from punica.engine import Engine, GenerationResult, Request, RequestState
+from punica.engine.runner import ModelRunner
 from punica.scheduling import SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -102,6 +104,27 @@ def test_two_adapters_beside_the_base(backbone, oracle, chunk, ahead) -> None:
         ((5, 6, 1, 5, 6, 2), 11, 6), (CONTEXT[:20], 11, 6), ((*CONTEXT[:8], 8, 8, 9), 13, 6), (CONTEXT[:9], 4, 6),
     ]  # fmt: skip
     check(oracle, backbone.engine(**sizes), *wishes)
+
+
+SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed > 5 else []) for seed in range(60)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_scenarios_with_and_without_a_prefix_cache(backbone, oracle, monkeypatch, seed) -> None:
+    chance = Random(seed)
+    monkeypatch.setattr(ModelRunner, "works_ahead", chance.random() < 0.5)
+    chunk, size = chance.choice((None, *range(1, 40))), chance.choice((2, 4, 5, 16))
+    sizes = {} if chunk is None else {"admission": "chunked", "prefill_chunk": chunk}
+    engine = backbone.engine(**sizes, prefix_cache=chance.random() < 0.8, block_size=size, num_blocks=600 // size)
+    wishes = []
+    for _ in range(chance.randint(3, 8)):
+        number = chance.choice((0, 1, 4, *INVOCATIONS, *INVOCATIONS))
+        invocation, digit = chance.choice([(), *INVOCATIONS.values()]), chance.randint(1, 9)  # 0 is PEFT's padding here
+        parts = CONTEXT[: chance.randint(0, 37)], invocation, (digit,)
+        prompt = sum(chance.choices(parts, k=chance.randint(0, 3)), CONTEXT[: chance.randint(1, 37)])
+        wishes.append((prompt[-58:], number, chance.randint(1, 6)))
+    for _ in range(2):  # the second time some of it is cached
+        check(oracle, engine, *chance.sample(wishes, len(wishes)))
 
 
 def test_an_invocation_that_is_generated_does_not_activate(backbone, oracle) -> None:
