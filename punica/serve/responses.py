@@ -170,13 +170,12 @@ class GenerationResponse(Response):
         head = self._head
         if with_usage:
             head = {**head, "usage": usage(self._num_prompt, 0) if continuous else None}
-        for choice in filter(None, map(self._form.opening, range(len(call.requests)))):
-            yield event({**head, "choices": [choice]})
+        openings = filter(None, map(self._form.opening, range(len(call.requests))))
+        chunk = b"".join(event({**head, "choices": [choice]}) for choice in openings)  # sent with the first token
         codec = self._generator.codec
         texts = [growing_text(codec, as_sampling_params(one.params), one.prompt_token_ids) for one in call.requests]
         events, strings, num_generated = TextEvents(self._form, head), self._strings(call), 0
         async for pieces in call.batches():
-            chunk = b""
             for piece in pieces:
                 num_generated += len(piece.token_ids)
                 if continuous:
@@ -188,6 +187,7 @@ class GenerationResponse(Response):
                     chunk += events.of(piece.index, text, logprobs, reason)
             if chunk:
                 yield chunk
+                chunk = b""
         if with_usage:
             yield event({**self._head, "choices": [], "usage": usage(self._num_prompt, num_generated)})
 

@@ -234,6 +234,12 @@ def test_every_chunk_has_the_tokens_so_far(client: Any, path: str, prompt: dict[
     assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in found)
 
 
+def test_no_event_comes_before_the_first_token(client: Any) -> None:
+    body = {"model": "tiny", "messages": CHAT, "adapters": {"tenant-1": 3e38, "tenant-2": 3e38}, "stream": True}
+    (event,) = events(client.post("/v1/chat/completions", json=body).text)
+    assert "hold NaN" in event["error"]["message"]
+
+
 @pytest.mark.parametrize("options", [{"continuous_usage_stats": True}, {"include_usage": True}], ids=["no", "end"])
 def test_only_streams_that_have_usage_have_it_in_every_chunk(client: Any, options: dict[str, Any]) -> None:
     *found, last = [chunk.get("usage") for chunk in chunks(client, "/v1/completions", options, prompt="ab")]
