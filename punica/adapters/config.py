@@ -107,6 +107,7 @@ class PEFTHelper:
     peft_type: str | None = None
     init_lora_weights: bool | str = True
     alora_invocation_tokens: tuple[int, ...] | None = None
+    ensure_weight_tying: bool = False
     unsupported: dict[str, Any] = field(default_factory=dict)  # features that are on
     exclude_modules: Any = field(default=None, compare=False)
     _unknown: list[str] = field(init=False, repr=False, compare=False, default_factory=list)  # features that are on

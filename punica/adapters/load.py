@@ -15,7 +15,7 @@ from torch import Tensor
 
 from punica.adapters.check import ModuleEntry, table_of_contents
 from punica.adapters.lru import LRUCache
-from punica.adapters.names import BASE_WEIGHTS, NameRules
+from punica.adapters.names import BASE_WEIGHTS, NameRules, last_component
 from punica.adapters.pack import AdapterPacker
 from punica.adapters.read import AdapterFolder, AdapterTensors, AdapterVersion, TensorEntry
 from punica.adapters.request import LoRARequest, loading
@@ -38,10 +38,16 @@ class Certificate(NamedTuple):
 
 
 class AdapterLoader:
-    """Loads adapters from folders and memory; changes nothing registered. `lora_config`: with its dtype resolved."""
+    """Loads adapters from folders and memory; changes nothing registered.
 
-    def __init__(self, packer: AdapterPacker, rules: NameRules, lora_config: LoRAConfig, vocab_size: int) -> None:
-        self._packer, self._rules, self._lora_config, self._vocab_size = packer, rules, lora_config, vocab_size
+    `lora_config`: with its dtype resolved. `is_tied`: the model's embedding and head have one weight.
+    """
+
+    def __init__(
+        self, packer: AdapterPacker, rules: NameRules, lora_config: LoRAConfig, vocab_size: int, is_tied: bool
+    ) -> None:
+        self._packer, self._rules, self._lora_config = packer, rules, lora_config
+        self._vocab_size, self._is_tied = vocab_size, is_tied
         self._most_tensors, self._has_remote = rules.most_tensors, rules.moe_ep_spec is not None  # experts
         # of adapters; None for FP8 slots: rounded once, from the dtype of the file
         self._dtype = cast(torch.dtype, lora_config.lora_dtype) if lora_config.fp8 is None else None
@@ -103,6 +109,12 @@ class AdapterLoader:
         doubts = config.doubts
         if not self._has_remote and (disagreement := config.disagreement(configured)):
             doubts.append(disagreement)
+        of_pair = {last_component(name) for name in configured} & {"embed_tokens", "lm_head"}
+        if config.ensure_weight_tying and self._is_tied and len(of_pair) == 1:  # a second adapter of a PEFT model
+            doubts.append(
+                f"ensure_weight_tying is set, but there are tensors of {of_pair.pop()!r} alone, which is served alone; "
+                "PEFT does so while it trains, and applies them to embedding and head when it loads the folder"
+            )
         if saved := sorted(key for key in source.places if key.endswith(BASE_WEIGHTS)):
             doubts.append(
                 f"{clip(saved)} are not read; PEFT saves them beside adapters of embedding and head, and loads them "

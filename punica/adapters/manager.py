@@ -76,7 +76,8 @@ class LoRAModelManager(AdapterCache):
         self._packer = AdapterPacker(wrapped, wrap.packed_modules_of(model), config.target_modules, fp8)
         expected, moe_ep_spec = wrap.expected_lora_modules(layers), wrap.moe_ep_spec_of(layers)
         rules = NameRules(expected, moe_ep_spec, self._packer.most_tensors)
-        self._loader = AdapterLoader(self._packer, rules, config, vocab_size)
+        is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+        self._loader = AdapterLoader(self._packer, rules, config, vocab_size, is_tied)
         self._embedding_modules = wrap.embedding_modules_of(model)
         self._dummies: dict[int, LoRAModel] | None = None  # by rank, inside of `dummy_lora_cache`
         self._last_step: tuple = (None, None)  # key of the latest step, and its rows in the wrapper

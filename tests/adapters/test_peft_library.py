@@ -94,14 +94,20 @@ def test_tied_embeddings_have_separate_adapters(tmp_path, targets):
     assert all(float((theirs[row] - plain[row]).abs().max()) > 0.5 for row in (0, 2))
 
 
-def test_one_adapter_of_a_tied_pair(tmp_path, recwarn):
-    """`ensure_weight_tying` adapts both uses with the same matrices, and names only one of them as target."""
-    base = hugging_face_model(tie_word_embeddings=True)
-    library = save(tmp_path, base, {"one": {"target_modules": ["lm_head", "q_proj"], "ensure_weight_tying": True}})
+@pytest.mark.parametrize("tied", [True, False])
+def test_one_adapter_of_a_tied_pair(tmp_path, recwarn, tied):
+    """`ensure_weight_tying` adapts both uses with the same matrices, and names only one of them as target. A second
+    adapter of a PEFT model gets one of the pair alone, and both when it is loaded: that is warned of.
+    """
+    base = hugging_face_model(tie_word_embeddings=tied)
+    fields = {"target_modules": ["lm_head", "q_proj"], "ensure_weight_tying": True}
+    library = save(tmp_path, base, {"one": fields, "two": fields})
     recwarn.clear()
-    prompts, ours = library.ours().logits(PROMPTS[:2], ["one", None])
-    assert not [warning for warning in recwarn if "target_modules" in str(warning.message)]
-    theirs = reference_logits(library.model, prompts, adapter_names=["one", "__base__"])
+    prompts, ours = library.ours().logits(PROMPTS[:3], ["one", None, "two"])
+    said = [str(warning.message) for warning in recwarn]
+    assert not [text for text in said if "target_modules" in text]
+    assert ["adapter 'two'" in text for text in said if "ensure_weight_tying" in text] == [True] * tied
+    theirs = reference_logits(library.model, prompts, adapter_names=["one", "__base__", "two"])
     assert largest_difference(ours, theirs) < 1e-4
 
 
