@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -110,6 +111,7 @@ class PEFTHelper:
     ensure_weight_tying: bool = False
     unsupported: dict[str, Any] = field(default_factory=dict)  # features that are on
     exclude_modules: Any = field(default=None, compare=False)
+    layers_to_transform: Any = field(default=None, compare=False)
     _unknown: list[str] = field(init=False, repr=False, compare=False, default_factory=list)  # features that are on
     _parameters: frozenset[str] = field(init=False, repr=False, compare=False)
     _rules: dict[str, list[_Rule]] = field(init=False, repr=False, compare=False)
@@ -287,6 +289,8 @@ class PEFTHelper:
         found = {name: wanted.intersection(name[start:] for start in starts_of_parts(name)) for name in modules}
         unused = sorted(wanted.difference(*found.values()))
         tied = ("embed_tokens", "lm_head")  # PEFT names one of a pair with tied weights, and saves both
+        if self.layers_to_transform is not None:  # leaves out what is of other layers, or of none
+            unused = [name for name in unused if not (name.endswith(tied) or re.search(r"\b\d+\.", name))]
         others = sorted(name for name, matched in found.items() if not (matched or name.endswith(tied)))
         told = [f"there are no tensors for {clip(unused)}"] if unused else []
         told += [f"there are tensors for {clip(others)}, which are served and which PEFT ignores"] if others else []
