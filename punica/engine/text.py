@@ -149,6 +149,11 @@ class TextCodec:
         ids = {*self.tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
         return {number: self.decode([number], keeps_special=True) for number in ids if not self.decode([number])}
 
+    @cached_property
+    def loses_each_byte(self) -> bool:
+        """Tell if each byte of an incomplete character decodes to a replacement character, as by a byte fallback."""
+        return "<0xE2>" in getattr(self.tokenizer, "get_vocab", dict)()
+
     def _piece(self, token_id: int) -> str:
         return str(getattr(self.tokenizer, "convert_ids_to_tokens", str)(token_id))
 

@@ -162,6 +162,7 @@ class ChoiceStrings:
         """Take the bytes of the next token; return where its text begins, at the character that it continues."""
         incomplete = self._decoder.getstate()[0]
         is_continued = len((incomplete + utf8[:1]).decode(errors="replace")) == 1
-        place = self._length + (bool(incomplete) and not is_continued)
-        self._length += len(self._decoder.decode(utf8))
+        lost = 0 if is_continued else len(incomplete) if self._strings.codec.loses_each_byte else bool(incomplete)
+        place = self._length + lost
+        self._length += len(self._decoder.decode(utf8)) + max(0, lost - 1)
         return place

@@ -92,6 +92,14 @@ def test_parts_of_characters_are_named_and_placed_as_by_openai() -> None:
     assert [next(iter(top)) for top in form["top_logprobs"]] == form["tokens"]
 
 
+def test_places_behind_a_lost_character_of_a_byte_fallback() -> None:
+    codec = TextCodec(sentencepiece_tokenizer())
+    strings = ChoiceStrings(TokenStrings(codec), SamplingParams(), codec.encode("x"))
+    tokens = [*(len(WORDS) + byte for byte in "€".encode()[:2]), WORDS["s"], WORDS["▁x"]]
+    text, form = text_of(codec, tokens), CompletionForm().logprobs(strings.add([{token: -1.0} for token in tokens]), 1)
+    assert (text, form["text_offset"][2:]) == ("\ufffd\ufffds x", [text.index("s"), text.index(" x")])
+
+
 @pytest.mark.parametrize("form", [CompletionForm(), ChatForm()], ids=["completion", "chat"])
 @pytest.mark.parametrize("extra", [{}, {"usage": None}], ids=["plain", "usage"])
 def test_an_event_is_its_object_encoded_whole(form: Any, extra: dict[str, Any]) -> None:
