@@ -3,7 +3,8 @@
 An adapter is untrusted input: all is checked before the serving process changes, names before any tensor is read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -74,7 +75,7 @@ def table_of_contents(
         if is_projection_name(module):
             _check_projection(module, a, b, rank)
         else:
-            check_pair(module, a, b, rank, is_stacked)
+            check_pair(module, a, b, rank, is_stacked, partial(peft_helper.source_of_rank, configured))
         alpha, scaling = peft_helper.alpha_of(configured), peft_helper.scaling_of(configured)
         contents.append(ModuleEntry(module, key_a, key_b, rank, alpha, scaling, is_stacked))
     return contents
@@ -94,8 +95,12 @@ def _check_tensor(key: str, tensor: object, module: str, is_a: bool, vocab_size:
         raise ValueError(f"{key!r}: the model's vocabulary has {vocab_size} rows, got {tensor.shape[0]}{_RESIZED}")
 
 
-def check_pair(module: str, a: Tensor, b: Tensor, rank: int, is_stacked: bool = False) -> None:
-    """Check A `[rank, in]` and B `[out, rank]`, or of all experts of a layer A `[E*rank, in]` and B `[out, E*rank]`."""
+def check_pair(
+    module: str, a: Tensor, b: Tensor, rank: int, is_stacked: bool = False, source: Callable[[], str] = str
+) -> None:
+    """Check A `[rank, in]` and B `[out, rank]`, or of all experts of a layer A `[E*rank, in]` and B `[out, E*rank]`.
+    `source` tells for an error where in the config the rank is.
+    """
     if a.ndim != 2 or b.ndim != 2:
         empty = "; the trainer saved them empty: gather its shards before (DeepSpeed ZeRO-3, FSDP)" * (0 in a.shape)
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}{empty}"
@@ -103,9 +108,11 @@ def check_pair(module: str, a: Tensor, b: Tensor, rank: int, is_stacked: bool = 
     if a.shape[0] != b.shape[1]:
         raise ValueError(f"module {module!r}: A has rank {a.shape[0]} (rows), B has rank {b.shape[1]} (columns)")
     if is_stacked and a.shape[0] % rank:
-        raise ValueError(f"module {module!r}: {a.shape[0]} rows of A are no multiple of the config's rank {rank}")
+        rows = f"{a.shape[0]} rows of A are no multiple of the config's rank {rank}"
+        raise ValueError(f"module {module!r}: {rows}{source()}")
     if not is_stacked and a.shape[0] != rank:
-        raise ValueError(f"module {module!r}: tensors have rank {a.shape[0]}, the adapter's config says {rank}")
+        ranks = f"tensors have rank {a.shape[0]}, the adapter's config says {rank}"
+        raise ValueError(f"module {module!r}: {ranks}{source()}")
 
 
 def _check_projection(module: str, a: Tensor, b: Tensor, rank: int) -> None:

@@ -213,6 +213,12 @@ class PEFTHelper:
         rule, _ = self._rules_of(module_name)
         return self.r if rule is None else rule.value
 
+    def source_of_rank(self, module_name: str) -> str:
+        """Name the field that gives a module its rank, for an error."""
+        rule, _ = self._rules_of(module_name)
+        remedy = "its first key that matches; PEFT sorts the keys when it saves: let no two match one module"
+        return " (r)" if rule is None else f" (rank_pattern[{clip(rule.key)}], {remedy})"
+
     def alpha_of(self, module_name: str) -> float:
         _, rule = self._rules_of(module_name)
         return self.lora_alpha if rule is None else rule.value

@@ -19,7 +19,7 @@ BAD_TENSORS = {
     "nothing": (dict.fromkeys(TENSORS), "no LoRA tensors"),
     "1-D": ({UP_A: torch.ones(4)}, r"2-D.*\(4,\)"),
     "A and B disagree": ({UP_A: torch.ones(3, 24)}, "rank 3.*rank 4"),
-    "config": ({UP_A: torch.ones(2, 24), UP_B: torch.ones(40, 2)}, "rank 2.*config says 4"),
+    "config": ({UP_A: torch.ones(2, 24), UP_B: torch.ones(40, 2)}, r"rank 2.*config says 4 \(r\)"),
     "NaN": ({UP_A: torch.full((4, 24), float("nan"))}, "up_proj.*A contains NaN"),
     "inf": ({UP_B: INF}, "up_proj.*B contains NaN or inf"),
     "twice A": ({UP_A.replace("lora_A", "lora_A.default"): torch.ones(4, 24)}, "both A"),
@@ -58,6 +58,7 @@ BAD_CONFIGS = {
     "activated": ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
     "all that is not served": (dict.fromkeys(OFF, True), ".*".join(OFF)),
     "rank too large": ({"r": 9}, "rank 9 exceeds max_lora_rank 8"),
+    "other rank by a pattern": ({"rank_pattern": {".*": 7, "q": 4}}, r"rank 4.*says 7 \(rank_pattern\['\.\*'\]"),
     "rank of a pattern": ({"rank_pattern": {".*q_proj": 64}}, "rank 64 exceeds max_lora_rank 8"),
     "scaled B overflows": ({"lora_alpha": 1e40}, "after scaling"),
 }
