@@ -22,6 +22,7 @@ GRACE_S = 30.0
 EXTRA = ("fastapi", "prometheus_client", "uvicorn")
 RUNNER_BATCH = 32
 """Requests of one step of a runner, unless ``--max-batch-size`` is given."""
+_OF_ONE_ENGINE = ("speculate", "prefill-chunk", "prefix-cache")  # what a cluster's scheduler does not count
 _EPILOG = "Arguments may stand in a file, one per line: python -m punica.serve CHECKPOINT @arguments.txt (for keys)."
 _NOT_TEXT = "a file of arguments (@FILE) must be text, one argument a line"
 
@@ -78,7 +79,7 @@ def parser() -> ArgumentParser:
         ("max-loras", None, 1, "adapter slots"), ("max-cpu-loras", None, 1, "adapters in host memory"),
         ("max-lora-rank", None, 1, "largest rank"), ("max-model-len", None, 2, "tokens of one request"),
         ("max-batch-size", None, 1, "requests of one step"),
-        ("prefill-chunk", None, 1, "rows of prompts in one step; longer prompts take several"),
+        ("prefill-chunk", None, 1, "rows of prompts in one step; longer prompts take several; without --ray"),
         ("speculate", None, 1, "drafts of a request in one step, from the tokens before; without --ray"),
     ):  # fmt: skip
         meaning += "; default: as Engine.from_pretrained" if default is None else f"; default: {default}"
@@ -98,7 +99,7 @@ def parser() -> ArgumentParser:
     )  # fmt: skip
     add("--metrics-adapter-names", action="store_true",
         help="/metrics, which needs no key, names adapters: for routers that place requests by adapter")  # fmt: skip
-    add("--prefix-cache", action="store_true", help="equal beginnings of prompts are computed once")
+    add("--prefix-cache", action="store_true", help="equal beginnings of prompts are computed once; without --ray")
     add("--dtype", choices=("float32", "float16", "bfloat16"), help="default: the checkpoint's")
     add("--weights", choices=("fp8",), help="quantise those of linear layers while loading; default: in --dtype")
     return made
@@ -149,8 +150,8 @@ def _check_ray(options: Namespace) -> None:
         for name, value in (("--ray-address", options.ray_address), ("--step-timeout", options.step_timeout)):
             if value is not None:
                 raise ValueError(f"{name} needs --ray N, the number of engines")
-    elif options.speculate is not None:
-        raise ValueError("--speculate is for one engine, not the runners of --ray; leave out one of them")
+    elif given := [name for name in _OF_ONE_ENGINE if getattr(options, name.replace("-", "_"))]:
+        raise ValueError(f"--{given[0]} is for one engine, not the runners of --ray; leave out one of them")
     elif find_spec("ray") is None:
         raise RuntimeError("--ray needs Ray; install it with: pip install 'punica-lora[cluster]'")
 

@@ -116,9 +116,10 @@ def test_folders_that_may_be_loaded_make_slots(world: Any, tmp_path: Path) -> No
         (["--weights=int4"], "--weights"),
         (["--adapter", "sql"], "is not NAME=VALUE"), (["--adapter", "sql="], "is not NAME=VALUE"),
         (["--adapter", "=x"], "is not NAME=VALUE"), (["--ray=2", "without"], "pip install 'punica-lora[clust"),
-        (["--demo"], "or --demo without a checkpoint"),
+        (["--demo"], "or --demo without a checkpoint"), (["--ray=2", "--prefix-cache"], "--prefix-cache is for one"),
+        (["--ray=2", "--prefill-chunk=9"], "--prefill-chunk is for one engine"),
     ],
-    ids=range(30),
+    ids=range(32),
 )  # fmt: skip
 def test_what_is_refused_is_one_line(world, arguments, message, capsys, monkeypatch) -> None:
     if "without" in arguments:
