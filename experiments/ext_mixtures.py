@@ -17,7 +17,7 @@ from itertools import product
 from typing import cast
 
 from experiments.benches.operator_figure import OperatorConf, OperatorExperiment
-from experiments.harness import Config, Point, Reading, main, sampled
+from experiments.harness import PROTOCOL, Config, Point, Reading, main, sampled
 from experiments.harness.schema import Count, Counts
 
 
@@ -33,6 +33,7 @@ class Mixtures(OperatorExperiment):
     """Latency per workload, rank and k (the panels), and system."""
 
     name, figure, order, conf = "ext_mixtures", "ext mixtures", 298, MixturesConf
+    reads = ("workload", "adapters.ranks", *PROTOCOL)
     drawn_by, host_clock_too = "extensions.draw_mixtures", False
     defaults = {"adapters": "low_and_high"}
 

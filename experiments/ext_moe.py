@@ -58,7 +58,7 @@ class MixtureOfExperts(Experiment):
         if cfg.timer.name != "host_clock":  # the only one that times the engine's steps
             engine = []
         most = max(figure.batch_sizes)
-        sizes = [slots_for(cfg, most, slots) for slots in figure.slots or (None,)] if own else []
+        sizes = [slots_for(cfg, figure.batch_sizes, slots) for slots in figure.slots or (None,)] if own else []
         kinds = [(own, {**settings, "slots": slots}, slots if figure.slots else None) for slots in sizes]
         kinds.append((engine, {**settings, "engine": True, "layers": figure.engine_layers, "slots": most}, None))
         return [

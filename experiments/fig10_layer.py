@@ -41,7 +41,7 @@ class Fig10(Experiment):
         ]
 
     def _slots(self, cfg: Config) -> int:
-        return slots_for(cfg, max(cast(LayerConf, cfg.figure).batch_sizes))
+        return slots_for(cfg, cast(LayerConf, cfg.figure).batch_sizes)
 
     def measure(self, cfg: Config, point: Point) -> list[Reading]:
         from experiments.benches.model_steps import LayerBench, step_tokens

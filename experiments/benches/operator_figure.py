@@ -30,7 +30,7 @@ class OperatorConf(FigureConf):
 
     def resident(self, cfg: Config) -> int:
         """Return the adapters on the device: a server's slots hold more than one batch uses."""
-        return slots_for(cfg, max(self.batch_sizes))
+        return slots_for(cfg, self.batch_sizes)
 
 
 def operator_conf(cfg: Config) -> OperatorConf:

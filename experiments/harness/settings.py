@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -122,7 +123,7 @@ def _workloads(cfg: Config, experiment: Experiment) -> list[str]:
     if TRACE in names and not experiment.takes_trace:
         raise ConfigError(f"workload=trace is not read by {experiment.name}: choose a popularity")
     given = cfg.workload.model_dump(exclude={"names"}, exclude_defaults=True)
-    if given and TRACE not in names:
+    if given and TRACE not in (*names, *cfg.figure.workloads):
         raise ConfigError(f"workload.{min(given)} is read with workload=trace alone: choose that, or leave it out")
     if unknown := [name for name in names if name not in (TRACE, *WORKLOADS.names())]:
         raise ConfigError(
@@ -132,12 +133,12 @@ def _workloads(cfg: Config, experiment: Experiment) -> list[str]:
     return list(names)
 
 
-def slots_for(cfg: Config, most: int, slots: int | None = None) -> int:
-    """Return the slots for batches of up to `most` rows; `ConfigError` where the adapters of a workload are more."""
-    key, slots = "figure.slots" if slots else "adapters.slots", slots or cfg.adapters.slots or most
-    for workload in cfg.workload.names:
-        if (needed := popularity(workload).number_of_adapters(most)) > slots:
-            raise ConfigError(f"{key} is {slots}, {workload} has {needed} adapters in a batch of {most}; "
+def slots_for(cfg: Config, batches: Sequence[int], slots: int | None = None) -> int:
+    """Return the slots for batches of these rows; `ConfigError` where the adapters of a workload are more."""
+    key, slots = "figure.slots" if slots else "adapters.slots", slots or cfg.adapters.slots or max(batches)
+    for workload, rows in product(cfg.workload.names, batches):
+        if (needed := popularity(workload).number_of_adapters(rows)) > slots:
+            raise ConfigError(f"{key} is {slots}, {workload} has {needed} adapters in a batch of {rows}; "
                               "give at least as many, or another workload")  # fmt: skip
     return slots
 

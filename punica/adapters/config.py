@@ -216,7 +216,7 @@ class PEFTHelper:
     def source_of_rank(self, module_name: str) -> str:
         """Name the field that gives a module its rank, for an error."""
         rule, _ = self._rules_of(module_name)
-        remedy = "its first key that matches; PEFT sorts the keys when it saves: let no two match one module"
+        remedy = "its first key that matches; PEFT sorts the keys when it saves: no two should match one module"
         return " (r)" if rule is None else f" (rank_pattern[{clip(rule.key)}], {remedy})"
 
     def alpha_of(self, module_name: str) -> float:
@@ -295,8 +295,8 @@ class PEFTHelper:
         found = {name: wanted.intersection(name[start:] for start in starts_of_parts(name)) for name in modules}
         unused = sorted(wanted.difference(*found.values()))
         tied = ("embed_tokens", "lm_head")  # PEFT names one of a pair with tied weights, and saves both
-        if self.layers_to_transform is not None:  # leaves out what is of other layers, or of none
-            unused = [name for name in unused if not (name.endswith(tied) or re.search(r"\b\d+\.", name))]
+        if self.layers_to_transform not in (None, []):  # leaves out other layers and embeddings, but no full name
+            unused = [name for name in unused if name.startswith("model.") or not re.search(r"\b\d+\.|embed_tok", name)]
         others = sorted(name for name, matched in found.items() if not (matched or name.endswith(tied)))
         told = [f"there are no tensors for {clip(unused)}"] if unused else []
         told += [f"there are tensors for {clip(others)}, which are served and which PEFT ignores"] if others else []

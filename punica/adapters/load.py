@@ -112,8 +112,8 @@ class AdapterLoader:
         of_pair = {last_component(name) for name in configured} & {"embed_tokens", "lm_head"}
         if config.ensure_weight_tying and self._is_tied and len(of_pair) == 1:  # a second adapter of a PEFT model
             doubts.append(
-                f"ensure_weight_tying is set, but there are tensors of {of_pair.pop()!r} alone, which is served alone; "
-                "PEFT does so while it trains, and applies them to embedding and head when it loads the folder"
+                f"ensure_weight_tying is set, but only {of_pair.pop()!r} has tensors: it is served alone, as PEFT "
+                "trained it. PEFT applies them to embedding and head when it loads the folder"
             )
         if saved := sorted(key for key in source.places if key.endswith(BASE_WEIGHTS)):
             doubts.append(

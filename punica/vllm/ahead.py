@@ -56,13 +56,13 @@ def sizes(rows: int) -> list[int]:
     """Return numbers of rows of a step: those of vLLM's graphs, then a spread up to ``rows``."""
     small = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
     spread = accumulate(range(64), lambda size, _: size + size // 8, initial=576)
-    return sorted({min(size, rows) for size in (*small, *spread)})
+    return sorted({min(size, rows) for size in (*small, *spread, rows)})
 
 
 def launch_all(
     slots: int, rank: int, columns: int, widths: Sequence[int], name: str, rows: int, counts: Sequence[int]
 ) -> None:
-    """Launch all that a layer of this form launches in steps of up to ``rows`` rows and ``counts`` of ids."""
+    """Launch what a layer launches in steps of up to ``rows`` rows, each with each of ``counts`` of ids."""
     dtype = getattr(torch, name)
 
     def zeros(*shape: int, of: torch.dtype = dtype) -> Tensor:

@@ -94,9 +94,9 @@ def _hash_of(theirs: Callable[..., str]) -> Callable[..., str]:
 
 
 def _counted_of(theirs: Callable[..., None]) -> Callable[..., None]:
-    """Give rows without adapter a program of their own: vLLM chooses a captured graph by the adapters alone.
+    """Leave a program in grids for rows without adapter.
 
-    Their entry is the first in its list of ids, so that the last adapter would have no program.
+    vLLM counts adapters alone, but lists those rows first: the last adapter would have none.
     """
     from punica.vllm.ops import slots
 

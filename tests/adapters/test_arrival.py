@@ -29,13 +29,15 @@ def test_a_rank_that_no_module_has_is_no_reason_to_refuse(make_manager, tenants)
     [
         (["q_proj", "v_proj", "0.self_attn.k_proj"], {}, r"\['0\.self_attn\.k_proj', 'v_proj'\]"),
         (["v_proj"], {"exclude_modules": ["v_proj"]}, None),
-        (["lm_head", "v_proj", "0.self_attn.k_proj"], {"layers_to_transform": 1}, r"\['v_proj'\]"),
+        (["lm_head", "embed_tokens", "v_proj", "0.self_attn.k_proj"], {"layers_to_transform": 1},
+         r"\['lm_head', 'v_proj'\]"),
+        (["v_proj", "0.self_attn.k_proj"], {"layers_to_transform": []}, r"\['0\.self_attn\.k_proj', 'v_proj'\]"),
         (["v_proj"], {"target_parameters": ["experts.gate_up_proj"]}, None),
         (r".*\.v_proj", {}, None),
         (["0.self_attn.q_proj", "q_proj"], {}, None),
     ],
-    ids=["missing", "excluded", "layers", "parameters", "expression", "there"],
-)
+    ids=["missing", "excluded", "layers", "no layers", "parameters", "expression", "there"],
+)  # fmt: skip
 def test_targets_without_tensors_are_named(make_manager, tenants, recwarn, targets, config, missing) -> None:
     manager = make_manager()
     tenants.write(1, adapter_tensors(1, 4, ("q_proj",)), target_modules=targets, **config)

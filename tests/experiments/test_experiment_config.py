@@ -148,6 +148,8 @@ def test_too_few_slots_for_the_adapters_of_a_batch_are_refused(tmp_path, name):
     assert points_of(tmp_path, ALL[name], "adapters.slots=2", "figure.batch_sizes=[2]")
     with pytest.raises(ConfigError, match=r"adapters.slots is 2, Distinct has 3 adapters in a batch of 3"):
         points_of(tmp_path, ALL[name], "adapters.slots=2", "figure.batch_sizes=[3]")
+    with pytest.raises(ConfigError, match=r"adapters.slots is 6, Zipf has 7 adapters in a batch of 13"):
+        points_of(tmp_path, ALL[name], "adapters.slots=6", "figure.batch_sizes=[13,14]", "workload=zipf")
 
 
 def test_an_address_without_ray_is_refused(tmp_path):

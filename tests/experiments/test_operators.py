@@ -85,13 +85,13 @@ def test_all_popularities_of_a_batch_are_timed_side_by_side(tmp_path, name, syst
 
 
 def test_an_operator_that_torch_lacks_gets_no_row_and_no_failure(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(operators, "grouped_mm_available", lambda *_: False)
     points = [Point("Skewed", name, "Skewed", batch_size=7, rank=16) for name in ("grouped_mm", "Loop")]
-    without, some = FIG08.measure_together(settled(tmp_path, FIG08), points)
+    with monkeypatch.context() as patched:
+        patched.setattr(operators, "grouped_mm_available", lambda *_: False)
+        without, some = FIG08.measure_together(settled(tmp_path, FIG08), points)
     assert without == []
     assert some
     assert "no grouped_mm" in capsys.readouterr().err
-    monkeypatch.undo()
     with pytest.raises(operators.Unsupported, match=r"no grouped_mm for torch.float32 at rank 3 on cpu"):
         FIG08.calls(settled(tmp_path, FIG08), replace(points[0], rank=3))
 

@@ -54,6 +54,7 @@ def test_a_trace_that_cannot_be_read_is_refused_before_anything_is_measured(tmp_
         points_of(tmp_path, FIG11, "workload=trace", given)
     with pytest.raises(ConfigError, match="workload=trace is not read by fig08_lora_operator"):
         settled(tmp_path, FIG08, "workload=trace")
+    assert settled(tmp_path, TRACES, "workload=zipf", "workload.format=azure").workload.format == "azure"
     with pytest.raises(ConfigError, match=r"workload.path is read with workload=trace alone"):
         settled(tmp_path, FIG11, "workload.path=/absent.csv")
 
