@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from experiments.harness.catalogue import experiments
 from experiments.harness.settings import keys_read, refuse_unread
 from punica.adapters import write_random_adapter
@@ -18,6 +20,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = "\n".join([README, *(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md")))])
 
 
+@pytest.mark.slow
 def test_quickstart_with_a_checkpoint_runs_as_written(tmp_path: Path) -> None:
     """In a folder with the names of the first block: a tiny Llama with a tokenizer, and two adapters."""
     ends = {"vocab_size": VOCAB, "bos_token_id": BEGIN, "eos_token_id": END}

@@ -38,6 +38,7 @@ def closed():
     plt.close("all")
 
 
+@pytest.mark.slow
 def test_neither_matplotlibrc_nor_backend_of_the_user_reach_a_figure(tmp_path):
     """LaTeX, which few have installed, and a backend that there is not."""
     write_rows(tmp_path / "fig09_lora_ranks.csv", [row(10.0)])

@@ -58,6 +58,7 @@ def test_calls_of_a_process_that_dies_get_one_clear_error(world, tmp_path, monke
         assert metric(url, "punica_requests_running") == 0
 
 
+@pytest.mark.slow
 def test_stopping_ends_what_is_unfinished_and_what_has_ended_stays(world: World, tmp_path: Path) -> None:
     with EngineProcess(builder(world, tmp_path / "failures")) as process:
         asyncio.run(check_stop(process))
@@ -93,6 +94,7 @@ def test_orders_that_a_hanging_process_does_not_take_leave_the_event_loop_free(w
         (partial(Engine.from_pretrained, "/nowhere"), "model folder '/nowhere' does not exist"),
     ],
 )
+@pytest.mark.slow
 def test_an_engine_that_is_not_built_is_an_error_of_the_server(build: Any, message: str) -> None:
     with pytest.raises((RuntimeError, FileNotFoundError), match=message):
         EngineProcess(build)
@@ -152,6 +154,7 @@ def test_an_engine_that_hangs_with_the_interpreter_ends_with_a_killed_server(bui
         wait_until(lambda: has_ended(engine), LIMIT_S)
 
 
+@pytest.mark.slow
 def test_a_process_whose_parent_ended_before_the_kernel_knew_ends(tmp_path: Path) -> None:
     file = tmp_path / "number"
     with script(ORPHAN, file) as parent:
@@ -182,6 +185,7 @@ time.sleep(3600)
     ("given", "found"),
     [({}, (1, "10000")), slow({"OMP_NUM_THREADS": "2"}, (2, "10000")), slow({"OMP_WAIT_POLICY": "passive"}, (1, None))],
 )
+@pytest.mark.slow
 def test_a_small_model_has_one_thread_unless_the_user_says_otherwise(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], found: Any
 ) -> None:

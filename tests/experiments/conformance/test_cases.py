@@ -71,6 +71,7 @@ def test_a_prefix_cache_that_ignores_the_adapter(world: World) -> None:
     assert len(result.findings) == len(world.models) - 1  # all but the adapter that was first, and the base model
 
 
+@pytest.mark.slow
 def test_old_weights_after_a_reload(world: World) -> None:
     (found,) = outcome(faulty.KeepsOldWeights(world), cases.reloaded).findings
     new, old = found.removeprefix("swapped, now ").split(" got the tokens of ")
@@ -79,6 +80,7 @@ def test_old_weights_after_a_reload(world: World) -> None:
     assert {*outcome(faulty.KeepsOldWeights(world), "reload in place").findings} == {found}
 
 
+@pytest.mark.slow
 def test_an_adapter_that_stays_one_that_spoils_and_answers_that_change(world: World) -> None:
     result = outcome(faulty.NeverUnloads(world), cases.reloaded)
     assert (dict(result.findings), dict(result.protocol)) == ({"swapped, unloaded, got tokens": 1}, {})

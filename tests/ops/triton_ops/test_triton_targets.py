@@ -254,6 +254,7 @@ def test_a_usual_step_compiles(capability: int, fp8: Case):
     check_fp8(capability, records)
 
 
+@pytest.mark.slow
 def test_ranks_of_h_and_of_b_share_no_register():
     """An expand of SGLang's chunked decode: 64 rows, rank 32, 16-bit inputs, tables of ranks; no address of a GPU with
     Triton 3.6 was aligned.
