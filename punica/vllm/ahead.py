@@ -7,7 +7,6 @@ The process that `compile_ahead` starts for a form of layer has Triton's cache f
 
 import ctypes
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -22,26 +21,24 @@ from torch import Tensor
 
 from punica.ops.absent_gpu import GpuDescription, stand_in
 from punica.ops.weights import LoRAWeights
-from punica.vllm.ops.slots import OPS, places, step_of
 
 MOST_PROCESSES = 8
 _PR_SET_PDEATHSIG = 1
-_log = logging.getLogger("vllm.punica")
-
-
 _processes: dict[str, subprocess.Popen[bytes]] = {}  # by the form of a layer
 
 
 def compile_ahead(a: Sequence[Tensor], b: Sequence[Tensor], meta: Any) -> None:
     """Start to compile for slots [L, 1, r, K] and [L, 1, N_i, r], if their form is new; ``meta``: of the steps."""
+    from triton import knobs  # the CPU path never imports it
+
+    from punica.vllm.ops.slots import places
+
     widths, name = [one.shape[-2] for one in b], str(a[0].dtype).removeprefix("torch.")
     counts = sorted({places(count, len(meta.active_lora_ids)) for count in meta.captured_lora_counts})
     form = a[0].shape[0], *a[0].shape[-2:], widths, name, meta.token_lora_mapping.numel(), counts
     key = json.dumps(form)
     if key in _processes or len(_processes) == MOST_PROCESSES or torch.cuda.current_device():
         return  # ranks on other GPUs of a host find what the first one compiles
-    from triton import knobs  # the CPU path never imports it
-
     # torch's compiler would choose another folder for the rest of the engine's process
     os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
     job = json.dumps({"gpu": asdict(GpuDescription.of_this_machine()), "form": form})
@@ -49,7 +46,6 @@ def compile_ahead(a: Sequence[Tensor], b: Sequence[Tensor], meta: Any) -> None:
         [sys.executable, "-m", __name__, job], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
-    _log.debug("punica: compiling ahead for %s", key)
 
 
 def sizes(rows: int) -> list[int]:
@@ -63,6 +59,8 @@ def launch_all(
     slots: int, rank: int, columns: int, widths: Sequence[int], name: str, rows: int, counts: Sequence[int]
 ) -> None:
     """Launch what a layer launches in steps of up to ``rows`` rows, each with each of ``counts`` of ids."""
+    from punica.vllm.ops.slots import OPS, step_of
+
     dtype = getattr(torch, name)
 
     def zeros(*shape: int, of: torch.dtype = dtype) -> Tensor:
