@@ -31,6 +31,7 @@ from experiments.ext_fp8 import EXPERIMENT as FP8
 from experiments.ext_moe import EXPERIMENT as MOE
 from experiments.harness.counted import counted, frame_of, merged
 from experiments.measure.records import read_rows
+from experiments.plots.frames import centre
 from notebooks.stored_rows import ROOT, SideBySide, as_markdown
 
 # %% [markdown]
@@ -63,7 +64,7 @@ display(as_markdown(pd.DataFrame(rows)))
 # %%
 def latencies(rows: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
     """Median latencies, a column for each format, and those of e4m3 over those of 16 bits."""
-    chosen = rows[(rows["metric"] == "latency") & (rows["statistic"] == "median")]
+    chosen = centre(rows[rows["metric"] == "latency"])
     cells = chosen.pivot_table(index=["panel", "batch_size"], columns="system", values="value", sort=False)
     cells["FP8 e4m3 / SGMV"] = cells["FP8 e4m3"] / cells["SGMV"]
     return cells.reset_index()

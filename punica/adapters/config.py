@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from punica.adapters.activation import check_invocation
-from punica.adapters.names import is_stacked_name, starts_of_parts
+from punica.adapters.names import TIED, is_stacked_name, starts_of_parts
 from punica.adapters.patterns import ModuleNames, NamePattern, UnboundedPattern
 from punica.checks import check_bool, check_count, check_number, clip
 from punica.config import LoRAConfig
@@ -294,10 +294,10 @@ class PEFTHelper:
         wanted = set(targets)
         found = {name: wanted.intersection(name[start:] for start in starts_of_parts(name)) for name in modules}
         unused = sorted(wanted.difference(*found.values()))
-        tied = ("embed_tokens", "lm_head")  # PEFT names one of a pair with tied weights, and saves both
         if self.layers_to_transform not in (None, []):  # leaves out other layers and embeddings, but no full name
-            unused = [name for name in unused if name.startswith("model.") or not re.search(r"\b\d+\.|embed_tok", name)]
-        others = sorted(name for name, matched in found.items() if not (matched or name.endswith(tied)))
+            left_out = re.compile(r"\b\d+\.|embed_tokens").search
+            unused = [name for name in unused if name.startswith("model.") or not left_out(name)]
+        others = sorted(name for name, matched in found.items() if not (matched or name.endswith(TIED)))
         told = [f"there are no tensors for {clip(unused)}"] if unused else []
         told += [f"there are tensors for {clip(others)}, which are served and which PEFT ignores"] if others else []
         return f"target_modules are {clip(targets)}, but {', and '.join(told)}" if told else None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from punica.adapters.check import ModuleEntry, table_of_contents
 from punica.adapters.lru import LRUCache
-from punica.adapters.names import BASE_WEIGHTS, NameRules, last_component
+from punica.adapters.names import BASE_WEIGHTS, TIED, NameRules, last_component
 from punica.adapters.pack import AdapterPacker
 from punica.adapters.read import AdapterFolder, AdapterTensors, AdapterVersion, TensorEntry
 from punica.adapters.request import LoRARequest, loading
@@ -109,7 +109,7 @@ class AdapterLoader:
         doubts = config.doubts
         if not self._has_remote and (disagreement := config.disagreement(configured)):
             doubts.append(disagreement)
-        of_pair = {last_component(name) for name in configured} & {"embed_tokens", "lm_head"}
+        of_pair = {last_component(name) for name in configured} & {*TIED}
         if config.ensure_weight_tying and self._is_tied and len(of_pair) == 1:  # a second adapter of a PEFT model
             doubts.append(
                 f"ensure_weight_tying is set, but only {of_pair.pop()!r} has tensors: it is served alone, as PEFT "

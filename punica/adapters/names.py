@@ -8,7 +8,8 @@ from typing import NamedTuple
 from punica.checks import clip
 
 PEFT_PREFIX = "base_model.model."
-BASE_WEIGHTS = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")  # that PEFT saves along, by their ends
+TIED = ("embed_tokens", "lm_head")  # PEFT names one of a pair with tied weights, and saves both
+BASE_WEIGHTS = tuple(f"{name}.base_layer.weight" for name in TIED)  # that PEFT saves along, by their ends
 _NOT_READ = (*BASE_WEIGHTS, ".lora_velora_embed")  # VeLoRA's tensors are of its backward pass alone
 MOST_NAME = 1 << 14  # characters of a renamed tensor
 MOST_PARTS = 32  # of a module's name, each end of which is looked up: without a limit in quadratic time

@@ -52,7 +52,7 @@ def sizes(rows: int) -> list[int]:
     """Return numbers of rows of a step: those of vLLM's graphs, then a spread up to ``rows``."""
     small = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
     spread = accumulate(range(64), lambda size, _: size + size // 8, initial=576)
-    return sorted({min(size, rows) for size in (*small, *spread, rows)})
+    return [*(size for size in (*small, *spread) if size < rows), rows]
 
 
 def launch_all(

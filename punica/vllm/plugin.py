@@ -36,13 +36,12 @@ def register() -> None:
     """Replace vLLM's LoRA operators in this process, all or none; log in one line which, or why not. Raises nothing."""
     if os.environ.get(SWITCH, "1") == "0":
         return
-    replaced = list[tuple[Any, str, Callable[..., Any]]]()
     try:
         version = importlib.metadata.version("vllm")
-        if not (reason := _unsuited(version)):
-            replaced = _replacements(importlib.import_module("vllm.lora.punica_wrapper.punica_gpu"))
+        reason = _unsuited(version)
+        replaced = [] if reason else _replacements(importlib.import_module("vllm.lora.punica_wrapper.punica_gpu"))
     except Exception as error:  # whatever another version or a broken installation raises
-        reason = f"{type(error).__name__}: {error}"
+        reason, replaced = f"{type(error).__name__}: {error}", []
     if reason:
         _log.warning("punica: %s; vLLM runs as it is", reason)
     for owner, name, function in replaced:

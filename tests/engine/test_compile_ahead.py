@@ -19,25 +19,18 @@ ROOT = Path(__file__).resolve().parents[2]
 H200 = GpuDescription("an H200", 9, 0, 132, 227 << 10, 3_201_000, 6144)
 SIZES = {"max_model_len": 32, "max_batch_size": 1, "max_lora_rank": 16, "dtype": "float16"}
 OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
-ENGINE = """
+PROGRAM = """
 import sys
 from triton import knobs
 from punica.engine import Engine
-hits = []
-knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-Engine.from_pretrained(sys.argv[1], device="cuda", warm_up=True, **{})
-print(f"engine: {{hits.count(False)}} kernels compiled, {{hits.count(True)}} found")
-"""
-FORM = [4, 16, 64, [48, 32], "float16", 40, [1, 5]]
-VLLM = """
-import sys
-from triton import knobs
 from punica.vllm import ahead
 hits = []
 knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-ahead.main(sys.argv[1:]) if sys.argv[1:] else ahead.launch_all(*{})
-print(f"layer: {{hits.count(False)}} kernels compiled, {{hits.count(True)}} found")
+{}
+print(f"run: {{hits.count(False)}} kernels compiled, {{hits.count(True)}} found")
 """
+ENGINE = f"Engine.from_pretrained(sys.argv[1], device='cuda', warm_up=True, **{SIZES})"
+FORM = [4, 16, 64, [48, 32], "float16", 40, [1, 5]]
 
 
 def numbers_of(command: list[str], cache: Path) -> tuple[int, int]:
@@ -75,7 +68,7 @@ def test_a_second_process_finds_every_kernel_of_the_first(backbone, tmp_path) ->
 @pytest.mark.gpu
 def test_an_engine_on_the_gpu_compiles_nothing_after_it(backbone, tmp_path) -> None:
     new, _ = ahead(backbone, GpuDescription.of_this_machine(), tmp_path / "cache")
-    compiled, found = numbers_of(["-c", ENGINE.format(SIZES), str(backbone.folder)], tmp_path / "cache")
+    compiled, found = numbers_of(["-c", PROGRAM.format(ENGINE), str(backbone.folder)], tmp_path / "cache")
     assert compiled == 0
     assert 10 < found <= new
 
@@ -83,10 +76,11 @@ def test_an_engine_on_the_gpu_compiles_nothing_after_it(backbone, tmp_path) -> N
 @pytest.mark.parametrize("gpu", [pytest.param(i, marks=m) for i, m in enumerate((pytest.mark.slow, pytest.mark.gpu))])
 def test_a_second_process_finds_what_the_first_compiled_for_vllm(tmp_path, gpu) -> None:
     job = json.dumps({"gpu": asdict(GpuDescription.of_this_machine() if gpu else H200), "form": FORM})
-    command = ["-c", VLLM.format(FORM), job]
-    new, found = numbers_of(command, tmp_path / "cache")
+    first = ["-c", PROGRAM.format("ahead.main(sys.argv[1:])"), job]
+    second = ["-c", PROGRAM.format(f"ahead.launch_all(*{FORM})")] if gpu else first
+    new, found = numbers_of(first, tmp_path / "cache")
     assert (new > 4, found) == (True, 0)
-    assert numbers_of(command[: 2 if gpu else 3], tmp_path / "cache") == (0, new)
+    assert numbers_of(second, tmp_path / "cache") == (0, new)
 
 
 def test_tensors_of_the_absent_gpu_follow_shapes_and_places() -> None:

@@ -31,7 +31,6 @@ from tests.serve.world import LONG, World, check_stop, events, get, metric, post
 
 LIMIT_S = 600
 """For processes that import torch on a busy machine."""
-slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def test_calls_of_a_process_that_dies_get_one_clear_error(world, tmp_path, monkeypatch) -> None:
@@ -89,8 +88,8 @@ def test_orders_that_a_hanging_process_does_not_take_leave_the_event_loop_free(w
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        slow(partial(ending, 3), "process ended with exit code 3 before the engine was ready; see its output above"),
-        slow(refusing, "Peculiar: max_loras is above 3"),  # an error that does not pickle
+        (partial(ending, 3), "process ended with exit code 3 before the engine was ready; see its output above"),
+        (refusing, "Peculiar: max_loras is above 3"),  # an error that does not pickle
         (partial(Engine.from_pretrained, "/nowhere"), "model folder '/nowhere' does not exist"),
     ],
 )
@@ -183,7 +182,7 @@ time.sleep(3600)
 
 @pytest.mark.parametrize(
     ("given", "found"),
-    [({}, (1, "10000")), slow({"OMP_NUM_THREADS": "2"}, (2, "10000")), slow({"OMP_WAIT_POLICY": "passive"}, (1, None))],
+    [({}, (1, "10000")), ({"OMP_NUM_THREADS": "2"}, (2, "10000")), ({"OMP_WAIT_POLICY": "passive"}, (1, None))],
 )
 @pytest.mark.slow
 def test_a_small_model_has_one_thread_unless_the_user_says_otherwise(
