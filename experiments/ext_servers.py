@@ -16,8 +16,9 @@ for each slot, take at least as long as the base products.
                            the environment's SERVER_API_KEY, and is in no row.
 
 Each system is a process of its own: ours of this interpreter, vLLM's of `figure.vllm_python`, with VLLM_* of the shell.
-All get one checkpoint of random weights, PEFT folders with weights of their own, and the same greedy requests to their
-whole length. Panels, in turns for each popularity, and decode, prompt and stream also without adapters:
+All get one checkpoint of random weights, PEFT folders with weights of their own, of `adapters.ranks` in turn, and the
+same greedy requests to their whole length. Panels, in turns for each popularity, and decode, prompt and stream also
+without adapters:
 
     decode          `step_latency` of a full batch with `seq_len` cached tokens on average: two numbers of new tokens
                     (`new_tokens`) of the same requests, subtracted.
@@ -31,8 +32,9 @@ whole length. Panels, in turns for each popularity, and decode, prompt and strea
     R requests/s    of servers: Poisson arrivals (`rates`), whether others are answered or not; with `workload=trace
                     workload.path=FILE`, which is for loads alone, those of a trace at this rate.
     tokens          `first_token_alone`, `same_alone`: share of a mixed batch that begins as alone, and of tokens before
-                    the first difference; `first_token_reference`: as our engine has. `start`: from checkpoint to
-                    engine. With too few equal first tokens a system has no rows.
+                    the first difference; `first_token_reference`: as our engine has; `first_token_lead`: largest
+                    log-probability by which a first token is ahead of our engine's. `start`: from checkpoint to engine.
+                    With too few equal first tokens a system has no rows.
 
 Loads count times from the due time of a request, tokens by the usage at the end of a stream, and errors by kind, whose
 tokens do not count. `ended_early`: right answers of fewer tokens, where no field forbids that. `client_is_bottleneck`:
@@ -155,7 +157,7 @@ class Servers(Experiment):
             if panel != SWITCH or name == NONE
         ]
         cells = [(TOKENS, NONE, None), (COMPANY, NONE, None), *steps, *((STREAM, name, None) for name in names), *loads]
-        wanted, model, rank = {TOKENS, *figure.parts, *figure.loads()}, cfg.model.name, cfg.adapters.ranks[0]
+        wanted, model, rank = {TOKENS, *figure.parts, *figure.loads()}, cfg.model.name, max(cfg.adapters.ranks)
         return [
             Point(panel, system, workload, model, figure.batch_size, size, rank, _settings(cfg, system, workload))
             for system in self._possible(cfg)
@@ -195,9 +197,9 @@ class Servers(Experiment):
         else:
             from experiments.servers.bench import Bench
 
-            rank, seed, sizes = cfg.adapters.ranks[0], cfg.adapters.seed, figure.sizes_of_work()
-            about = cfg.model, cfg.hardware.device, cfg.hardware.threads or 1, rank, seed, sizes, figure.vllm_python
-            bench = self.kept((cfg.model.name, rank, seed), lambda: Bench(*about))
+            ranks, seed, sizes = cfg.adapters.ranks, cfg.adapters.seed, figure.sizes_of_work()
+            about = cfg.model, cfg.hardware.device, cfg.hardware.threads or 1, ranks, seed, sizes, figure.vllm_python
+            bench = self.kept((cfg.model.name, *ranks, seed), lambda: Bench(*about))
             lines = bench.run(system, _parts(cfg, points, bench))
             engines = [name for name, one in SYSTEMS.items() if one.engine == PUNICA and not one.is_server]
             reference = next((name for name in cfg.system.names if name in engines), engines[0])
@@ -257,7 +259,7 @@ def _settings(cfg: Config, system: str, workload: str) -> dict[str, Any]:
     engine = [versions(about, figure.vllm_python), about.described()]
     load: dict[str, Any] = {"load": list(astuple(figure.span)[:-1])} if about.is_server else {}
     load |= _of_trace(cfg, workload)
-    sizes = figure.sizes_of_work()
+    sizes = figure.sizes_of_work() | ({"ranks": cfg.adapters.ranks} if len(cfg.adapters.ranks) > 1 else {})
     return {"model": model_settings(cfg.model), "sizes": sizes, "engine": engine, "seed": cfg.adapters.seed, **load}
 
 

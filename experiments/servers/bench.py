@@ -49,15 +49,15 @@ class Bench:
     """
 
     def __init__(
-        self, model: ModelConf, device: str, threads: int, rank: int, seed: int, sizes: Mapping[str, Any],
+        self, model: ModelConf, device: str, threads: int, ranks: Sequence[int], seed: int, sizes: Mapping[str, Any],
         python: Path | None,
     ) -> None:  # fmt: skip
-        self.model, self.device, self.threads, self.rank = model, device, threads, rank
+        self.model, self.device, self.threads, self.rank = model, device, threads, max(ranks)
         self.sizes, self.python = sizes, python
         self._home = TemporaryDirectory(prefix="servers-")
         self.path = Path(self._home.name)
-        self.adapters = written(self.path, model, device, rank, sizes["adapters"], seed)
-        self._tokens: dict[str, list[list[int]]] = {}
+        self.adapters = written(self.path, model, device, ranks, sizes["adapters"], seed)
+        self._found: dict[str, Mapping[str, Any]] = {}
 
     def run(self, system: str, parts: Sequence[tuple[str, dict[str, Any]]] = ()) -> list[dict[str, Any]]:
         """Run the engine of `system` in a process of its own; return its lines. `CheckFailed`: it fails."""
@@ -114,18 +114,22 @@ class Bench:
         changed = [own[0] != plain[0] for own, plain, adapter in pairs if adapter]
         if 2 * sum(changed) < len(changed):
             raise CheckFailed(f"{system}: adapters change the first token of {sum(changed)} of {len(changed)} requests")
-        self._tokens[system] = together
-        if reference not in self._tokens:
+        self._found[system] = found
+        if reference not in self._found:
             self.shares(reference, self.run(reference)[1], reference)
-        begins = {"first_token_alone": alone, "first_token_reference": self._tokens[reference]}
+        ours = self._found[reference]["together"]
+        begins = {"first_token_alone": alone, "first_token_reference": ours}
         shares = {metric: same(*([one[:1] for one in side] for side in (together, b))) for metric, b in begins.items()}
         least = AGREEMENT[self.model.dtype]
         for metric, share in shares.items():
             if share < least:
                 raise CheckFailed(f"{system}: {metric} ({reference}) is {share:.2f}, must be {least} or more")
         shares["same_alone"] = same(together, alone)
-        checked = Reading("checked", len(together), "requests", "count")
-        return [checked, *(Reading(metric, share, "share") for metric, share in shares.items())]
+        checked = [Reading("checked", len(together), "requests", "count")]
+        if likeliest := found.get("likeliest"):
+            lead = max(lead_of_first(*pair) for pair in zip(likeliest, ours, strict=True))
+            checked.append(Reading("first_token_lead", lead, "log-probability"))
+        return [*checked, *(Reading(metric, share, "share") for metric, share in shares.items())]
 
     @contextmanager
     def _running(self, system: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
@@ -165,7 +169,15 @@ def same(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> floa
     return sum([*one, False].index(False) for one in found) / sum(map(len, found))
 
 
-def written(home: Path, model: ModelConf, device: str, rank: int, adapters: int, seed: int) -> dict[str, str]:
+def lead_of_first(likeliest: Sequence[tuple[int, float]], tokens: Sequence[int]) -> float:
+    """Return by how much the likeliest first token is ahead of that of `tokens`; at least, where that is missing."""
+    found = dict(likeliest)
+    return max(found.values()) - found.get(tokens[0], min(found.values()))
+
+
+def written(
+    home: Path, model: ModelConf, device: str, ranks: Sequence[int], adapters: int, seed: int
+) -> dict[str, str]:
     """Write a model of random weights, also beside a tokenizer, and adapters; return the folders of these by name."""
     config = llama_config(model)
     config.architectures, config.dtype = ["LlamaForCausalLM"], model.dtype.name
@@ -176,8 +188,9 @@ def written(home: Path, model: ModelConf, device: str, rank: int, adapters: int,
     for file in (home / "model").iterdir():
         (home / "with-tokenizer" / file.name).symlink_to(file)
     dtype = getattr(torch, model.dtype.name)
+    write = partial(write_random_adapter, model_config=config, dtype=dtype, device=device)
     folders = {
-        f"adapter-{i}": write_random_adapter(home / f"adapter-{i}", config, rank, seed + i, dtype=dtype, device=device)
+        f"adapter-{i}": write(home / f"adapter-{i}", rank=ranks[(i - 1) % len(ranks)], seed=seed + i)
         for i in range(1, adapters + 1)
     }
     gc.collect()

@@ -17,6 +17,8 @@ from typing import Any
 
 Cases = dict[str, list[int]]  # popularity -> adapter id of each request; 0 is no adapter
 Scored = list[tuple[int, float]]  # tokens and their log-probabilities
+LIKELIEST = 5
+"""First tokens that `likeliest` lists."""
 MOST_TRIES = 5
 """Times that two lengths are timed where other work on the machine made the longer one quicker: no step took that."""
 
@@ -48,6 +50,11 @@ class Punica:
         """Do the same, with the log-probability of each token."""
         results = self._results(prompts, adapters, new_tokens, logprobs=0)
         return [[(token, one[token]) for token, one in zip(r.token_ids, r.logprobs, strict=True)] for r in results]
+
+    def likeliest(self, prompts: list[list[int]], adapters: list[int]) -> list[Scored]:
+        """Return the first tokens that are likeliest of each prompt, in one batch."""
+        results = self._results(prompts, adapters, [1] * len(prompts), logprobs=LIKELIEST)
+        return [list(result.logprobs[0].items()) for result in results]
 
     def _results(self, prompts: Any, adapters: list[int], new_tokens: list[int], **asked: Any) -> list[Any]:
         params = [self._params(max_new_tokens=n, ignore_eos=True, **asked) for n in new_tokens]
@@ -87,6 +94,10 @@ class Vllm:
         answers = self._answers(prompts, adapters, new_tokens, logprobs=0)
         return [[(t, one[t].logprob) for t, one in zip(a.token_ids, a.logprobs, strict=True)] for a in answers]
 
+    def likeliest(self, prompts: list[list[int]], adapters: list[int]) -> list[Scored]:
+        answers = self._answers(prompts, adapters, [1] * len(prompts), logprobs=LIKELIEST)
+        return [[(token, one.logprob) for token, one in answer.logprobs[0].items()] for answer in answers]
+
     def _answers(self, prompts: Any, adapters: list[int], new_tokens: list[int], **asked: Any) -> list[Any]:
         same = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **asked}
         params = [self._params(max_tokens=n, **same) for n in new_tokens]
@@ -103,12 +114,15 @@ class Measurement:
         self.engine, self.job = engine, job
 
     def tokens(self, prompts: list[list[int]], adapters: list[int], new_tokens: int) -> dict[str, Any]:
-        """Generate for all requests in one batch, for each alone, and in one batch without adapters."""
+        """Generate for all requests in one batch, for each alone, and in one without adapters; rank first tokens."""
         counts = [new_tokens] * len(prompts)
         together = self._timed(prompts, adapters, counts)[1]
         alone = [self._timed([p], [a], [new_tokens])[1][0] for p, a in zip(prompts, adapters, strict=True)]
         plain = self._timed(prompts, [0] * len(prompts), counts)[1]
-        return {"together": together, "alone": alone, "plain": plain}
+        found = {"together": together, "alone": alone, "plain": plain}
+        if hasattr(self.engine, "likeliest"):  # a server is asked for texts
+            found["likeliest"] = self.engine.likeliest(prompts, adapters)
+        return found
 
     def decode(self, context: int, prompts: list[list[int]], cases: Cases, new_tokens: list[int]) -> dict[str, Any]:
         """Time a full batch that decodes, per step: two lengths of the same requests, subtracted. Prefill, and steps in

@@ -36,13 +36,13 @@ from experiments.plots.serving import draw_servers
 from experiments.servers import bench as bench_module
 from experiments.servers import client as client_module
 from experiments.servers import systems
-from experiments.servers.bench import Bench, same, written
+from experiments.servers.bench import Bench, lead_of_first, same, written
 from experiments.servers.client import BACK_OFF_S, FIELDS, Answer, Client, Run, Server, look_up
 from experiments.servers.client import run as run_load
 from experiments.servers.served import Served, is_late, run_readings, tokens_in
 from experiments.servers.stream import Job, Stream, companies, ids, stream_lengths
 from experiments.servers.systems import SYSTEMS, System, versions
-from experiments.servers.worker import MOST_TRIES, Measurement, Punica
+from experiments.servers.worker import LIKELIEST, MOST_TRIES, Measurement, Punica
 from experiments.workload.arrivals import Span
 
 OF_A_FAKE = """
@@ -61,12 +61,14 @@ def generated(prompt, adapter, count):
 time.perf_counter = clock
 """
 FAKE_VLLM = f"""{OF_A_FAKE}
+from experiments.servers.worker import LIKELIEST
 __version__ = "0.0.0+fake"
 NOISE = float(os.environ.get("VLLM_BATCH_INVARIANT") != "1")
 
 class SamplingParams:
     def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize, logprobs=None):
-        assert (temperature, ignore_eos, detokenize, logprobs) in ((0.0, True, False, None), (0.0, True, False, 0))
+        assert (temperature, ignore_eos, detokenize) == (0.0, True, False)
+        assert logprobs in (None, 0, LIKELIEST)
         self.max_tokens = max_tokens
 
 class LLM:
@@ -129,7 +131,7 @@ def ours_is_a_fake(tmp_path, monkeypatch):
     def of_fakes(self, python):
         return [sys.executable, str(script)] if self.engine == "punica" else command(self, python)
 
-    def empty(home, model, device, rank, adapters, seed):
+    def empty(home, model, device, ranks, adapters, seed):
         for name in range(adapters):
             (home / str(name)).mkdir()
         return {f"adapter-{name}": str(home / str(name)) for name in range(adapters)}
@@ -196,7 +198,7 @@ def test_a_switch_has_prompts_of_its_own_and_room_and_is_all_that_a_cache_is_mea
     points = SERVERS.points(cfg)
     assert [point.panel for point in points] == ["tokens", "switch"]
     monkeypatch.setattr(bench_module, "written", lambda *given: {"adapter": "folder"})
-    made = Bench(cfg.model, "cpu", 1, 16, 0, cfg.figure.sizes_of_work(), None)
+    made = Bench(cfg.model, "cpu", 1, [16], 0, cfg.figure.sizes_of_work(), None)
     parts = dict(_parts(cfg, SERVERS.points(settled(tmp_path, SERVERS, *given, "system.names=[punica_many]")), made))
     switch = parts["switch"]
     assert not [one for one in switch["prompts"] for other in parts["prompt"]["prompts"] if one[:20] == other[:20]]
@@ -220,6 +222,8 @@ def test_adapters_take_turns_and_lengths_have_their_means():
     assert sum(new for _, new in lengths) / 4096 == pytest.approx(158, rel=0.05)
     assert max(prompt for prompt, _ in lengths) == 4 * 259
     assert same([[1, 2], [3, 4], [5, 6]], [[1, 3], [4, 4], [5, 6]]) == 0.5
+    likeliest = [(7, -0.5), (8, -2.0), (9, -3.0)]
+    assert [lead_of_first(likeliest, tokens) for tokens in ([7, 1], [8, 1], [6])] == [0, 1.5, 2.5]
 
 
 def test_batches_hold_the_same_request_in_other_company():
@@ -246,7 +250,7 @@ def test_a_stream_has_new_prompts_and_the_same_lengths_and_adapters_again():
 
 
 def test_every_adapter_folder_has_weights_of_its_own_and_our_engine_tells_them_apart(tmp_path):
-    adapters = written(tmp_path, TINY, "cpu", 4, 3, seed=0)
+    adapters = written(tmp_path, TINY, "cpu", [4, 2], 3, seed=0)
     assert len({(Path(folder) / "adapter_model.safetensors").read_bytes() for folder in adapters.values()}) == 3
     config = json.loads((tmp_path / "with-tokenizer" / "config.json").read_text())
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
@@ -257,6 +261,10 @@ def test_every_adapter_folder_has_weights_of_its_own_and_our_engine_tells_them_a
     tokens = Measurement(engine, job).tokens([[5, 6, 7], [5, 6, 7], [5, 6, 7], [8, 9]], [0, 1, 2, 3], 4)
     assert tokens["together"] == tokens["alone"]
     assert [len({tuple(one) for one in tokens[name][:3]}) for name in ("together", "plain")] == [3, 1]
+    assert [max(one, key=lambda pair: pair[1])[0] for one in tokens["likeliest"]] == [t[0] for t in tokens["together"]]
+    assert {len(one) for one in tokens["likeliest"]} == {LIKELIEST}
+    found = [json.loads((Path(folder) / "adapter_config.json").read_text())["r"] for folder in adapters.values()]
+    assert found == [4, 2, 4]
     batches = [[1], [0, 2, 1], [1, 0]]
     found = Measurement(engine, job).company([[5, 6, 7], [5, 6], [8]], [0, 1, 2], 4, batches)
     assert found["tokens"] == 1 >= found["answers"] >= 1 / 3
@@ -297,6 +305,7 @@ def test_engines_do_the_same_work_and_rows_name_versions_and_settings(tmp_path, 
     assert [counts[key] for key in (*timed, ("switch", "switch_latency"))] == [3, 3, 3, 1]
     shares = "first_token_alone", "first_token_reference", "same_alone"
     assert {row.value for row in rows if row.metric in shares} == {1.0}
+    assert {row.value for row in rows if row.metric == "first_token_lead"} == {0.0}
     same = {(row.system, row.metric): row.value for row in rows if row.panel == "company"}
     assert same["vllm", "same_tokens"] == same["vllm_invariant", "same_answers"] == 1
     assert same["vllm", "same_answers"] < 1 == same["punica_many", "same_answers"]
@@ -326,7 +335,7 @@ def test_an_engine_with_other_tokens_or_none_has_no_rows(tmp_path, ours_is_a_fak
 
 @pytest.fixture
 def bench(ours_is_a_fake) -> Bench:
-    return Bench(TINY, "cpu", 1, 4, 0, {"adapters": 2, "check": [6, 2], "check_prompt": 3}, None)
+    return Bench(TINY, "cpu", 1, [4], 0, {"adapters": 2, "check": [6, 2], "check_prompt": 3}, None)
 
 
 def wait_for_end(pid):
