@@ -8,7 +8,7 @@ section 5) cost a fraction of their own.
 Measured on an `Engine` whose slots are full: a decode step of `batch_size` requests at each of `contexts`, a prompt
 alone, and a prompt with `batch_size` - 1 decodes; each without adapters, with one for all (Identical), and with one for
 every request (Distinct), in turns. Every step is checked to be the one that was wanted, and adapters to change tokens.
-On a GPU also what two switches of the engine cost or save: `batch_invariant`, and keys and values in FP8.
+On a GPU also what three switches of the engine cost or save: batch invariance, FP8 keys and values, the prefix cache.
 
     step_latency           the step by the host's clock, from `Engine.step` to the tokens, as a server sees it
     time_<part>            means that add up to step_latency_watched: on a GPU of a few steps with a profiler
@@ -43,6 +43,7 @@ SWITCHES: dict[str, dict[str, bool]] = {
     "punica": {},
     "batch invariant": {"batch_invariant": True},
     "fp8 cache": {"fp8_kv_cache": True},
+    "prefix cache": {"prefix_cache": True},
 }
 """System -> switches of the engine."""
 

@@ -161,10 +161,11 @@ def test_the_grid_has_every_kind_of_step_without_adapters_and_with(tmp_path):
     points = points_of(tmp_path, BREAKDOWN, "scale=gpu", "hardware=h200")
     decodes = [("decode", 32, 512), ("decode", 32, 2048)]
     kinds = [*decodes, ("prefill", 1, 512), ("mixed", 32, 512)]
-    assert [(p.panel, p.batch_size, p.seq_len) for p in points[::3]] == [*kinds, *decodes, *decodes]
-    assert [p.system for p in points[::3]] == ["punica"] * 4 + ["batch invariant"] * 2 + ["fp8 cache"] * 2
-    assert [p.workload for p in points] == ["", "Identical", "Distinct"] * 8
-    assert [len(group) for group in BREAKDOWN.together(points)] == [3] * 8
+    assert [(p.panel, p.batch_size, p.seq_len) for p in points[::3]] == [*kinds, *decodes * 3]
+    switches = [name for name in ("batch invariant", "fp8 cache", "prefix cache") for _ in decodes]
+    assert [p.system for p in points[::3]] == ["punica"] * 4 + switches
+    assert [p.workload for p in points] == ["", "Identical", "Distinct"] * 10
+    assert [len(group) for group in BREAKDOWN.together(points)] == [3] * 10
     assert {point.system for point in points_of(tmp_path, BREAKDOWN)} == {"punica"}
     with pytest.raises(ConfigError, match="it has punica"):
         settled(tmp_path, BREAKDOWN, "system=batch_invariant")
