@@ -35,6 +35,7 @@ class Certificate(NamedTuple):
     rank: int  # `r` in the config
     invocation: tuple[int, ...] | None  # of activated LoRA
     doubts: list[str]  # reasons why outputs may be wrong, to be warned of
+    layers: list[str]  # of the model, that it adapts
 
 
 class AdapterLoader:
@@ -54,13 +55,13 @@ class AdapterLoader:
         self._certificates: LRUCache[tuple, Certificate] = LRUCache(MOST_BYTES)  # by content
         self._lock = threading.Lock()  # of these
 
-    def check(self, request: LoRARequest) -> AdapterVersion | None:
-        """Refuse what :meth:`load` would refuse, as far as can be told without reading the numbers; return the version
-        of a folder. Warns where outputs may be wrong. Errors are prefixed with the adapter's name and path.
+    def check(self, request: LoRARequest) -> tuple[AdapterVersion | None, Certificate]:
+        """Refuse what :meth:`load` would refuse, as far as can be told with the numbers unread; return the version of a
+        folder, and the proof. Warns where outputs may be wrong. Errors name the adapter and its path.
         """
         with loading(request), request.tensors or AdapterFolder(request.absolute_path, self._most_tensors) as source:
-            self._certificate(request, source)
-            return source.version()
+            certificate = self._certificate(request, source)
+            return source.version(), certificate
 
     def load(self, request: LoRARequest) -> LoRAModel:
         """Read, check and pack a request's adapter. No number is read before all shapes are known to fit."""
@@ -121,9 +122,9 @@ class AdapterLoader:
                 "over the base model's. If they were changed, for added tokens for example, outputs will be wrong: "
                 "serve the adapter on the model that it was trained on"
             )
-        certificate = Certificate(entries, contents, config.r, config.alora_invocation_tokens, doubts)
-        self._packer.check(self._model(request, certificate, tensors, "meta", True))
-        return certificate
+        certificate = Certificate(entries, contents, config.r, config.alora_invocation_tokens, doubts, [])
+        layers = self._packer.check(self._model(request, certificate, tensors, "meta", True))
+        return certificate._replace(layers=layers)
 
     def _model(
         self, request: LoRARequest, certificate: Certificate, tensors: Mapping[str, Tensor], device: str, finite: bool

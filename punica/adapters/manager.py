@@ -18,7 +18,7 @@ from torch import nn
 
 from punica.adapters import wrap
 from punica.adapters.cache import AdapterCache, LoadedAdapter
-from punica.adapters.load import AdapterLoader
+from punica.adapters.load import AdapterLoader, Certificate
 from punica.adapters.names import NameRules, last_component
 from punica.adapters.pack import AdapterPacker
 from punica.adapters.request import LoRARequest, check_same_source, distinct_requests
@@ -86,9 +86,9 @@ class LoRAModelManager(AdapterCache):
         """Accept activated LoRA: the caller computes rows before :func:`activation_start` without the adapter."""
         self._packer.takes_activated = True
 
-    def check_adapter(self, request: LoRARequest, *, numbers: bool = False) -> None:
-        """Refuse a request's folder as :meth:`add_adapter` would, without `numbers` as far as can be told unread. Warns
-        where outputs may be wrong.
+    def check_adapter(self, request: LoRARequest, *, numbers: bool = False) -> Certificate:
+        """Refuse a request's folder as :meth:`add_adapter` would, without `numbers` as far as can be told unread; else
+        return the proof. Warns where outputs may be wrong.
 
         Serving calls it when a request arrives, so that a hostile folder costs no time between the steps of others.
         FileNotFoundError, ValueError, TypeError; nothing has changed.
@@ -96,10 +96,12 @@ class LoRAModelManager(AdapterCache):
         if not isinstance(request, LoRARequest):
             raise TypeError(f"request must be a LoRARequest, got {type(request).__name__}")
         with all_ranks_agree() as same:
-            version = self._loader.load(request).version if numbers else self._loader.check(request)
+            version, certificate = self._loader.check(request)
+            version = self._loader.load(request).version if numbers else version
             same.append(self._loader.common_part(version))
             if not request.load_inplace:
                 self._check_unchanged(request, version)
+        return certificate
 
     def add_adapter(self, adapter: LoRAModel | LoRARequest) -> bool:
         """Register an adapter; when `max_cpu_loras` are registered, the least recently used unpinned one is removed.

@@ -94,9 +94,11 @@ class AdapterPacker:
     def _quantised(self, factor: LoRAFactor) -> LoRAFactor:
         return None if factor is None else Fp8Matrix.of(factor, cast(torch.dtype, self._fp8), check=False)
 
-    def check(self, lora: LoRAModel) -> None:
-        """Check names, types and shapes against every layer; meta tensors will do. Raises as :meth:`pack`."""
-        self._check(lora.id, self._groups(lora, True), is_loaded=True)
+    def check(self, lora: LoRAModel) -> list[str]:
+        """Check names, types and shapes; meta tensors will do. Return the layers adapted. Raises as :meth:`pack`."""
+        groups = self._groups(lora, True)
+        self._check(lora.id, groups, is_loaded=True)
+        return [*groups]
 
     def _check(self, adapter_id: int, groups: Mapping[str, ModuleWeights], *, is_loaded: bool) -> None:
         """Apply each layer's rules for `set_lora`, so that activation cannot fail half-way."""

@@ -123,21 +123,21 @@ class AdapterResidency:
                 f"pinned, for adapters {sorted(pinned)}; call manager.unpin_adapter first, or raise max_loras"
             )
 
-    def check_folder(self, adapter: object) -> None:
-        """Refuse an adapter that is neither registered nor in a legal PEFT folder; reads all but the numbers."""
+    def check_folder(self, adapter: object, mixed: bool = False) -> None:
+        """Refuse what is neither registered nor in a legal PEFT folder, or cannot be mixed; reads all but numbers."""
         if isinstance(adapter, Mixture):
             for one in adapter.adapters:
-                self.check_folder(one)
+                self.check_folder(one, mixed=True)
         if not isinstance(adapter, LoRARequest):
             return  # an engine that ignores adapters
         if not adapter.load_inplace:
             check_same_source(self._known(adapter.lora_int_id), adapter)
             held = self._held(adapter.lora_int_id)
             if held is not None and (held.users or _source_of(held.request) in {None, adapter.source}):
-                return  # nothing to load
+                return self._check_mixed(adapter, held.lora.loras, held.lora.invocation) if mixed else None
         awaited = replace(adapter, load_inplace=True) if self._awaits_reload(adapter.lora_int_id) else adapter
         try:
-            self.manager.check_adapter(awaited)
+            found = self.manager.check_adapter(awaited)
         except FileNotFoundError as error:
             registered = sorted(self.manager.list_adapters())
             raise FileNotFoundError(
@@ -145,6 +145,8 @@ class AdapterResidency:
                 f"{clip(registered)}): {error}; pass the path of its PEFT folder, or register it with "
                 "manager.add_adapter"
             ) from error
+        if mixed:
+            self._check_mixed(adapter, found.layers, found.invocation)
 
     def add(self, request: RequestState) -> None:
         """Note a queued request, whose adapter was checked: its id belongs to that folder until the request leaves."""
@@ -191,11 +193,7 @@ class AdapterResidency:
         """
         for part in request.mixed:
             self.activate(part)
-            lora = part.weights.lora
-            with all_ranks_agree():  # not all may have experts of the adapter
-                if bad := [name for name in lora.loras if not self.manager.modules[name].mixes or lora.invocation]:
-                    name = clip(part.adapter.lora_name)
-                    raise ValueError(f"adapter {name} cannot be mixed, for its weights of {clip(bad)}; {_MIXED}")
+            self._check_mixed(part.adapter, part.weights.lora.loras, part.weights.lora.invocation)
         if not isinstance(request.adapter, LoRARequest):
             return  # the plain backbone
         self._make_active(request, request.adapter)
@@ -275,6 +273,13 @@ class AdapterResidency:
         reading = self._readers.begin(request.request_id, adapter)
         self._read_ahead()
         return reading.done()
+
+    def _check_mixed(self, adapter: LoRARequest, layers: Iterable[str], invocation: tuple[int, ...] | None) -> None:
+        with all_ranks_agree():  # not all may have experts of the adapter
+            if bad := [name for name in layers if invocation or not self.manager.modules[name].mixes]:
+                what = "is activated LoRA, of alora_invocation_tokens" if invocation else "has weights of"
+                what = f"adapter {clip(adapter.lora_name)} {what} {clip([*invocation] if invocation else bad)}"
+                raise ValueError(f"{what}, and cannot be mixed: {_MIXED}; serve it alone")
 
     def _is_in_memory(self, request: RequestState) -> bool:
         return request.weights is not None or (not request.reloads and self._held(request.adapter_id) is not None)

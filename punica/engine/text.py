@@ -210,7 +210,7 @@ class GrowingText:
 
     def begin(self) -> None:
         """Forget all tokens."""
-        self.stopped = self._has_begun = False
+        self.stopped = self.has_begun = False
         self._longest = max((len(one) for one in self._stop), default=1)
         self._text = ""  # with the hidden parts: special tokens that may be in a stop string
         self._hidden: list[tuple[int, int]] = []
@@ -221,6 +221,11 @@ class GrowingText:
     def settled(self) -> str:
         return self._visible(len(self._text) if self.stopped else max(0, len(self._text) - self._longest + 1))
 
+    @property
+    def length(self) -> int:
+        """Characters of the text if it ended here, without stop strings."""
+        return len(self._text) + len(self._pending())
+
     def append(self, token_id: int) -> None:
         self._num_tokens += 1
         special = self._specials.get(token_id)
@@ -230,7 +235,7 @@ class GrowingText:
                 self._hidden.append((len(self._text), len(self._text) + len(special)))
                 self._extend(special)
             return
-        if not self._has_begun and self._codec.spelled(token_id):
+        if not self.has_begun and self._codec.spelled(token_id):
             self._begin(token_id)
         self._ids.append(token_id)
         piece = self._pending()
@@ -255,7 +260,7 @@ class GrowingText:
         return self._visible(len(self._text))
 
     def _begin(self, first: int) -> None:
-        self._has_begun = True
+        self.has_begun = True
         space = self._codec.leading_space(first, self._prompt_token_ids, keeps_special=self._keeps_special)
         if not space and self._hidden:  # in no text, but a stop string may have it behind a special token
             space = self._codec.dropped_space(first)

@@ -67,6 +67,8 @@ def resolve_config(config: Any, classes: Mapping[str, type[Any]]) -> Any:
     resolved.mlp_bias = kind == "llama" and bool(resolved.mlp_bias)
     resolved.qk_norm = kind in NORMALIZED
     positions = max(resolved.max_position_embeddings, scaled_positions(resolved))
+    if kind in ("qwen2", "qwen3") and "sliding_attention" not in resolved.layer_types[: resolved.num_hidden_layers]:
+        resolved.sliding_window = None  # layers slide from max_window_layers on
     resolved.max_context = min(positions, getattr(resolved, "sliding_window", None) or positions)
     resolved.dtype = _torch_dtype(resolved.dtype)
     return resolved

@@ -3,11 +3,11 @@
 import codecs
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from punica.engine import SamplingParams
-from punica.engine.text import TextCodec
+from punica.engine.text import GrowingText, TextCodec
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's stand-in
 _VOCABULARY = 1 << 18  # strings of tokens that are kept
@@ -139,30 +139,35 @@ class ChoiceStrings:
     """Strings of the tokens of one choice with their log-probabilities and places in its text."""
 
     def __init__(self, strings: TokenStrings, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
-        self._strings = strings
-        self._hidden = strings.codec.special_texts if params.skip_special_tokens else {}
-        self._first_text = partial(strings.codec.first_text, keeps_special=not params.skip_special_tokens)
-        self._is_start = self._first_text(reversed(prompt_token_ids)) is None
+        self._strings, keeps = strings, not params.skip_special_tokens
+        self._hidden = {} if keeps else strings.codec.special_texts
+        self._text = GrowingText(strings.codec, keeps_special=keeps, prompt_token_ids=prompt_token_ids)
+        self._is_first = strings.codec.first_text(reversed(prompt_token_ids), keeps_special=keeps) is None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._length = 0  # without a character that is incomplete
+        self._last = 0  # place of the last token
 
     def add(self, logprobs: Sequence[Mapping[int, float]]) -> list[Position]:
         codec, found = self._strings.codec, []
         for entry in logprobs:
-            of, chosen = self._strings.at_start if self._is_start else self._strings.of, next(iter(entry))
+            is_start, chosen = self._is_first and not self._text.has_begun, next(iter(entry))
+            of = self._strings.at_start if is_start else self._strings.of
             candidates = [
                 Candidate(text := of(token), value, codec.utf8(token, text), codec.name(token, text))
                 for token, value in entry.items()
             ]
-            found.append(Position(self._place(b"" if chosen in self._hidden else candidates[0].utf8), candidates))
-            self._is_start = self._is_start and self._first_text([chosen]) is None
+            found.append(Position(self._place(chosen, candidates[0].utf8), candidates))
         return found
 
-    def _place(self, utf8: bytes) -> int:
-        """Take the bytes of the next token; return where its text begins, at the character that it continues."""
-        incomplete = self._decoder.getstate()[0]
-        is_continued = len((incomplete + utf8[:1]).decode(errors="replace")) == 1
-        lost = 0 if is_continued else len(incomplete) if self._strings.codec.loses_each_byte else bool(incomplete)
-        place = self._length + lost
-        self._length += len(self._decoder.decode(utf8)) + max(0, lost - 1)
+    def _place(self, token_id: int, utf8: bytes) -> int:
+        """Take the next token and its bytes; return where its text begins, at the character that it continues."""
+        incomplete, place, each = self._decoder.getstate()[0], self._text.length, self._strings.codec.loses_each_byte
+        utf8 = b"" if token_id in self._hidden else utf8
+        is_continued = bool(incomplete) and len((incomplete + utf8[:1]).decode(errors="replace")) == 1
+        self._decoder.decode(utf8)
+        self._text.append(token_id)
+        if is_continued and not each:
+            place -= 1
+        elif is_continued and (self._decoder.getstate()[0] or self._text.length <= place):  # not lost with earlier ones
+            place = self._last
+        self._last = place
         return place

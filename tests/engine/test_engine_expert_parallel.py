@@ -2,6 +2,7 @@
 rank generates the tokens of one rank, which are those of models with the adapters in their weights.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_an_adapter_of_one_rank(folder, fields):
         return str(mixed.error), [plain.token_ids, *tokens_of(engine.generate(PROMPTS[1:2] * 2, [alone, None], NEW))]
 
     error, tokens = serve_it(0)
-    assert "'alone' cannot be mixed, for its weights of ['model.layers.0.mlp.experts']" in error
+    assert re.search("'alone' .*(tokens|experts).*, and cannot be mixed", error)
     assert tokens[0] == tokens[2] != tokens[1]
     for found in on_threads(2, serve_it):
         assert found == (error.replace("adapter", "rank 1 of 2: adapter", 1), tokens)

@@ -1,6 +1,7 @@
 """Mixtures in the engine: tokens and log-probabilities of PEFT's `add_weighted_adapter` ("cat") in float32."""
 
 import json
+import re
 
 import peft
 import pytest
@@ -12,7 +13,7 @@ from punica.adapters import LoRARequest
 from punica.checks import MOST_MIXED
 from punica.engine import Engine, Mixture, Request
 from punica.scheduling import SamplingParams
-from tests.engine.test_activated_lora import Generated, check_generated, generated
+from tests.engine.test_activated_lora import Generated, activated, check_generated, generated
 from tests.world import adapter_of_the_ends
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -132,17 +133,24 @@ def test_a_preempted_mixture_continues_and_an_aborted_one_frees_its_adapters(bac
         ((1, 1001), (0.5, 0.5), ValueError, "distinct"),
         ((1, 999), (0.5, 0.5), FileNotFoundError, "nowhere"),
         ((1, 0), (0.5, 0.5), TypeError, "LoRARequest"),
+        ((1, 11), (0.5, 0.5), ValueError, r"^adapter 'activated-11' is activated .* \[5\], and cannot be m"),
+        ((9, 1), (0.5, 0.5), ValueError, r"^adapter 'ends' has .*\['model.embed_tokens'\], and cannot be m"),
     ],
 )
-def test_refused_before_anything_changes(backbone, numbers, weights, error, message, by_hand) -> None:
+def test_refused_before_anything_changes(backbone, numbers, weights, error, message, by_hand, tmp_path) -> None:
     engine, nested = backbone.engine(max_loras=2), Mixture((backbone.adapters[3],), (0.5,))
     known = {**backbone.adapters, 999: LoRARequest("lost", 999, "/nowhere"), 0: nested if by_hand else "name"}
     known[1001] = LoRARequest("twin", 1, backbone.adapters[2].lora_path)
+    known |= {11: activated(backbone, tmp_path, 11, (5,)), 9: adapter_of_the_ends(backbone, tmp_path / "ends")[0]}
     adapters = tuple(known.get(number, number) for number in numbers)
     given = Mixture(adapters, weights) if by_hand else dict(zip(adapters, weights, strict=True))
     with pytest.raises(error, match=message):
         engine.add_request(Request("a", PROMPT, 3, given))
     assert not any((engine.has_unfinished(), engine._residency._users, engine.manager.list_adapters()))
+    if (number := max(numbers, default=0)) in (9, 11):  # and where it is loaded
+        engine.manager.add_adapter(known[number])
+        assert re.search(message, engine.generate([PROMPT], given, 3)[0].error.removeprefix("ValueError: "))
+        assert [*engine.manager.list_adapters()] == [number]
 
 
 def test_mixtures_made_by_hand_are_taken_as_dicts_are(backbone) -> None:
@@ -175,9 +183,9 @@ def test_head_is_mixed_embedding_is_refused_alone(backbone, oracle, expected, tm
     ends, _ = adapter_of_the_ends(backbone, tmp_path / "ends")
     settings, tensors = tmp_path / "ends/adapter_config.json", tmp_path / "ends/adapter_model.safetensors"
     engine = backbone.engine()
-    state = engine.add_request(Request("a", PROMPT, 3, {ends: 0.5, backbone.adapters[1]: 1}))
+    with pytest.raises(ValueError, match="embed_tokens"):
+        engine.add_request(Request("a", PROMPT, 3, {ends: 0.5, backbone.adapters[1]: 1}))
     serve(oracle, engine, expected)
-    assert "embed_tokens" in state.error
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"target_modules": ["lm_head"]}))
     save_file({name: one for name, one in load_file(tensors).items() if "lm_head" in name}, tensors)
     head = LoRARequest("head", 10, str(tmp_path / "ends"))

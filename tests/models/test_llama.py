@@ -53,6 +53,9 @@ CONFIGS: dict[str, Any] = {
     "qwen2, tied, window in one layer": make_config(
         Qwen2Config, tie_word_embeddings=True, use_sliding_window=True, sliding_window=40, max_window_layers=1
     ),
+    "qwen2, window from a layer on that it has not": make_config(
+        Qwen2Config, use_sliding_window=True, sliding_window=20, max_window_layers=2
+    ),
     "qwen3": make_config(Qwen3Config, head_dim=32),
     "qwen3, biases": make_config(Qwen3Config, head_dim=16, attention_bias=True),
 }
@@ -68,8 +71,8 @@ def test_logits_equal_transformers(tmp_path, config) -> None:
     expected = wanted(reference, IDS)
     assert expected.std() > 0.5  # the comparison below is between numbers of this size
     torch.testing.assert_close(logits_of(model, IDS), expected, atol=1e-4, rtol=1e-4)
-    if getattr(config, "sliding_window", None):
-        assert model.max_context == 40
+    if window := getattr(config, "sliding_window", None):
+        assert model.max_context == (window if window == 40 else 64)
 
 
 @pytest.mark.parametrize(("tp_size", "heads"), [(2, (2, 1)), (4, (1, 1))], ids=["tp2", "tp4"])

@@ -173,7 +173,7 @@ def test_a_retired_adapter_leaves_with_its_last_request_or_the_one_that_comes_af
 
 
 def test_a_mixture_is_served_until_its_adapters_are_unloaded(served_home: Any, alone: Any, world: Any) -> None:
-    _, client, home = served_home
+    engine, client, home = served_home
     load(client, "poet", home / "copy-2")
     weights, second = {"tenant-0": 0.7, "poet": 0.3}, LoRARequest("copy-2", lora_path=home / "copy-2")
 
@@ -192,5 +192,13 @@ def test_a_mixture_is_served_until_its_adapters_are_unloaded(served_home: Any, a
         refused = answer(adapters=given)
         assert (refused.status_code, "error" in refused.json()) == (404 if "nobody" in given else 400, True)
     assert answer(model="poet").status_code == 400
+    config = home / "copy-3/adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"alora_invocation_tokens": [5]}))
+    load(client, "late", home / "copy-3")
+    before = state_of(engine)
+    for stream in (False, True):
+        refused = answer(adapters={"late": 0.5, "poet": 0.5}, stream=stream)
+        assert (refused.status_code, "'late' is activated LoRA" in refused.text) == (400, True)
+    assert state_of(engine) == before
     assert client.post("/v1/unload_lora_adapter", json={"lora_name": "poet"}).status_code == 200
     assert answer().status_code == 404
