@@ -30,7 +30,7 @@ def batch_main(name: str, doc: str, job: Callable[[DictConfig], int], *reads: st
         register(experiment)
 
     def task(cfg: DictConfig) -> int:
-        validated(cfg, BatchConf)
+        cfg.figures = validated(cfg, BatchConf).figures  # 8 is a number to Hydra
         chosen = experiments(cfg.figures) if measures else []
         who = f"any of {', '.join(experiment.name for experiment in chosen)}" if chosen else f"make {name}"
         refuse_unread(given(), {*ALWAYS_READ, *reads}.union(*map(keys_read, chosen)), who)

@@ -111,6 +111,7 @@ def test_a_report_that_fails_keeps_the_run_and_the_next_writes_it(tmp_path, erro
     [
         ("figures=fig08", "figures=fig08 must be a list"),
         ("figures=[fig99]", "figures has 'fig99'"),
+        ("figures=[8,99]", "figures has '99'"),
         ("figures=[fig08] scale.repeats=0", "scale.repeats=0 must be greater than or equal to 1"),
         ("source=old", "source=old must be 'auto'"),
         ("figures=[fig08,readme] model=llama-tiny", "model=llama-tiny would change nothing"),
