@@ -40,7 +40,7 @@ from experiments.cluster.blis import DEFAULT_TIERS, recorded_steps, rule
 from experiments.cluster.costs import chosen_cost, load_cost, model_bytes, panel_of
 from experiments.cluster.hour import DURATION_S, RANK, paper_cluster, paper_hour
 from experiments.cluster.served import CAPACITY, FROM_DISK, FROM_HOST, ServedHour, over_seeds, summary
-from experiments.harness import Config, Experiment, FigureConf, Point, Reading, main
+from experiments.harness import Config, ConfigError, Experiment, FigureConf, Point, Reading, main
 from experiments.harness.schema import REPOSITORY, Count, Counts
 from experiments.harness.settings import folders
 from experiments.simulator import LoadCost, ResidencyConfig, SimulationResult, StepCost, Trace, simulate
@@ -65,7 +65,7 @@ class PlacementConf(FigureConf):
     adapters: Count = 1000  # of which one is asked for by a flash crowd, or under drift
     host_adapters: int = Field(128, ge=32)  # in a host's memory; slots have 32, disk the rest
     seeds: Count  # of every simulation
-    seconds: Count  # of Figure 13's hour, around its peak
+    seconds: int = Field(ge=1, le=3600)  # of Figure 13's hour, around its peak
     waiting: Count  # requests queued at once
 
 
@@ -146,6 +146,8 @@ def load(paper: Path, point: Point, seed: int, seconds: float = DURATION_S, coun
     hour = _hour(paper, DURATION_S, seed, point.workload, ranks)
     start = (DURATION_S - seconds) / 2
     first, end = np.searchsorted(hour.arrivals, (start, start + seconds))
+    if count and count > end:
+        raise ConfigError(f"figure.waiting={count}, the hour has {end} requests: choose at most as many")
     part = slice(first, end if count is None else first + count)
     lengths = type(hour.lengths)(hour.lengths.prompt[part], hour.lengths.output[part])
     asked = Trace(hour.arrivals[part] - start, lengths, hour.adapters[part], hour.ranks[part])

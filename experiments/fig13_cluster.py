@@ -24,6 +24,7 @@ an hour takes a minute.
 
 from collections.abc import Sequence
 from types import ModuleType
+from typing import cast
 
 from pydantic import Field
 
@@ -33,7 +34,7 @@ from experiments.harness.schema import Count
 
 class ClusterConf(FigureConf):
     gpus: Count = 16  # of the paper; any other number has as much more load, in a panel of its own
-    seconds: Count  # of the hour, from its start
+    seconds: int = Field(ge=1, le=3600)  # of the hour, from its start
     requests: Count  # of the stream of Figure 11, predicted beside it
     seeds: Count = 3  # of every simulation: the first one's rows, with the span over all
     cost: str = "a100"  # cost model: the paper's (a100), or a machine with recorded rows (h200)
@@ -69,8 +70,10 @@ class Fig13(Experiment):
 def _world(cfg: Config) -> ModuleType:
     from experiments.cluster import ray_hour, simulated_hour
 
-    if cfg.address and cfg.runtime != "ray":
-        raise ConfigError(f"address={cfg.address} is read with runtime=ray alone: choose that, or leave it out")
+    figure = cast(ClusterConf, cfg.figure)
+    for key, given in (("address", cfg.address), ("figure.kill", figure.kill)):
+        if given and cfg.runtime != "ray":
+            raise ConfigError(f"{key}={given} is read with runtime=ray alone: choose that, or leave it out")
     return {"simulated": simulated_hour, "ray": ray_hour}[cfg.runtime]
 
 

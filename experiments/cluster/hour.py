@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from experiments.facts.paper import read_figure
+from experiments.harness.schema import ConfigError
 from experiments.simulator import ModelBytes, Trace
 from experiments.workload import (
     MAX_BATCH,
@@ -46,7 +47,8 @@ def paper_hour(
     gaps, of_lengths, of_adapters, of_ranks = independent_seeds(seed, 4)
     arrivals = profile_arrivals(plotted_rate(points["t_s"].tolist(), rates), max(rates), DURATION_S, gaps)
     arrivals = arrivals[arrivals < seconds]
-    count = len(arrivals)
+    if not (count := len(arrivals)):
+        raise ConfigError(f"figure.seconds={seconds:g} has no request at {load:g} times the paper's rate: give more")
     asked = popularity(workload).requests(count, seed=of_adapters)
     rank_of = np.random.default_rng(of_ranks).choice(np.asarray(ranks), asked.max(initial=0) + 1)
     return Trace(arrivals, released_lengths(count, seed=of_lengths), asked + 1, rank_of[asked])

@@ -16,7 +16,7 @@ from experiments.cluster.hour import RANK, World, policy_of, timed_steps
 from experiments.cluster.served import KILLED, RAY, SIMULATED, SIMULATED_RAY, ServedHour, over_simulated, readings
 from experiments.harness.experiment import CheckFailed
 from experiments.harness.points import Point, Reading
-from experiments.harness.schema import Config, ConfigError
+from experiments.harness.schema import CONF, Config, ConfigError
 from experiments.harness.settings import folders
 from experiments.simulator import Trace, simulate
 from experiments.workload import MAX_BATCH
@@ -36,6 +36,8 @@ def points(cfg: Config) -> list[Point]:
     for rule in cfg.system.names:
         if ClusterPolicy(rule).rule.prefills_per_step != 1:
             raise ConfigError(f"system={rule} puts several prompts into a step; on Ray engines run one: leave it out")
+    if figure.model not in (known := sorted(path.stem for path in (CONF / "model").glob("llama*.yaml"))):
+        raise ConfigError(f"figure.model={figure.model} is unknown: choose one of {', '.join(known)}")
     settings = {name: getattr(figure, name) for name in ("seconds", "runners", "speed_up", "max_len")}
     settings |= {"address": cfg.address, "device": cfg.hardware.device}
     if cfg.hardware.device == "cuda":

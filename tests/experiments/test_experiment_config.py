@@ -152,9 +152,19 @@ def test_too_few_slots_for_the_adapters_of_a_batch_are_refused(tmp_path, name):
         points_of(tmp_path, ALL[name], "adapters.slots=6", "figure.batch_sizes=[13,14]", "workload=zipf")
 
 
-def test_an_address_without_ray_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="address=host:1 is read with runtime=ray alone"):
-        points_of(tmp_path, ALL["fig13_cluster"], "address=host:1")
+@pytest.mark.parametrize(
+    ("name", "override", "error"),
+    [
+        ("fig13_cluster", "address=host:1", "address=host:1 is read with runtime=ray alone"),
+        ("fig13_cluster", "figure.kill=true", "figure.kill=True is read with runtime=ray alone"),
+        ("fig13_cluster", "figure.seconds=3601", "must be less than or equal to 3600"),
+        ("fig13_cluster", "figure.model=foo runtime=ray", "figure.model=foo is unknown: choose one of llama-small"),
+        ("ext_placement", "figure.seconds=3601", "must be less than or equal to 3600"),
+    ],
+)
+def test_what_the_hour_does_not_have_is_refused(tmp_path, name, override, error):
+    with pytest.raises(ConfigError, match=error):
+        points_of(tmp_path, ALL[name], *override.split())
 
 
 @pytest.mark.parametrize("name", ALL)

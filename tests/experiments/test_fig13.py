@@ -18,6 +18,7 @@ from experiments.fig13_cluster import EXPERIMENT as FIG13
 from experiments.harness.counted import frame_of
 from experiments.harness.points import Reading
 from experiments.harness.resume import run
+from experiments.harness.schema import ConfigError
 from experiments.simulator import simulate
 
 SIZE = model_bytes("llama2-7b")
@@ -44,6 +45,8 @@ def test_the_hour_has_the_papers_requests_and_tokens_and_a_part_of_it_is_its_fir
     assert asked.lengths.total_tokens == pytest.approx(published("total_tokens"), rel=0.06)
     assert asked.arrivals.tolist() != paper_hour(PAPER, seed=1).arrivals.tolist()
     assert paper_hour(PAPER, seconds=300).arrivals.tolist() == asked.arrivals[asked.arrivals < 300].tolist()
+    with pytest.raises(ConfigError, match=r"figure\.seconds=0\.01 has no request"):
+        paper_hour(PAPER, seconds=0.01)
 
 
 def test_a_larger_cluster_is_asked_for_more_and_for_mixed_ranks():

@@ -8,6 +8,7 @@ from fakes import PAPER
 from experiments.cluster.hour import RANK
 from experiments.ext_placement import CROWD, DRIFT, LOAD, MIXED, load, while_full
 from experiments.harness.points import Point
+from experiments.harness.schema import ConfigError
 
 ABOUT = {"ranks": [8, 64], "adapters": 200}
 
@@ -24,6 +25,8 @@ def test_the_load_is_the_middle_of_the_hour_from_zero_on() -> None:
     assert np.isin(asked.arrivals + 1750.0, whole.arrivals).all()
     assert set(asked.ranks) == {RANK}
     assert len(drawn(MIXED, count=37).arrivals) == len(drawn(DRIFT, count=37).arrivals) == 37
+    with pytest.raises(ConfigError, match=r"figure\.waiting=20000, the hour has 18\d+ requests"):
+        drawn(LOAD, count=20_000)
 
 
 def test_a_crowd_comes_for_the_adapter_that_was_rare_and_under_drift_others_are_popular() -> None:
