@@ -127,7 +127,7 @@ class AdapterResidency:
         """Refuse what is neither registered nor in a legal PEFT folder, or cannot be mixed; reads all but numbers."""
         if isinstance(adapter, Mixture):
             for one in adapter.adapters:
-                self.check_folder(one, mixed=True)
+                self.check_folder(one, mixed=not self._awaits_reload(one.lora_int_id))  # else at the reload
         if not isinstance(adapter, LoRARequest):
             return  # an engine that ignores adapters
         if not adapter.load_inplace:

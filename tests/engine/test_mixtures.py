@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from dataclasses import replace
 
 import peft
 import pytest
@@ -151,6 +153,18 @@ def test_refused_before_anything_changes(backbone, numbers, weights, error, mess
         engine.manager.add_adapter(known[number])
         assert re.search(message, engine.generate([PROMPT], given, 3)[0].error.removeprefix("ValueError: "))
         assert [*engine.manager.list_adapters()] == [number]
+
+
+def test_a_mixture_behind_a_reload_is_judged_by_what_is_loaded_then(backbone, tmp_path) -> None:
+    engine, old = backbone.engine(), activated(backbone, tmp_path, 11, (5,))
+    engine.manager.add_adapter(old)
+    shutil.copytree(backbone.adapters[1].lora_path, old.lora_path, dirs_exist_ok=True)
+    engine.add_request(Request("reload", PROMPT, 3, replace(old, load_inplace=True)))
+    state = engine.add_request(Request("mixed", PROMPT, 3, {old: 0.5}))
+    while engine.has_unfinished():
+        engine.step()
+    (expected,) = engine.generate([PROMPT], {backbone.adapters[1]: 0.5}, 3)
+    assert (state.error, state.output_token_ids) == (None, expected.token_ids)
 
 
 def test_mixtures_made_by_hand_are_taken_as_dicts_are(backbone) -> None:
