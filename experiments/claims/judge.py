@@ -29,7 +29,7 @@ from experiments.facts.paper import Statement, claim_clocks, paper_file, read_cl
 from experiments.facts.systems import MODELS
 from experiments.harness.catalogue import entry_of, experiments
 from experiments.harness.counted import HOST, NOT_STEADY, unsteady
-from experiments.measure.records import COLUMNS
+from experiments.measure.records import COLUMNS, RowsError
 
 REPRODUCED, SHAPE, NOISE, DIFFERS = "reproduced", "shape holds", "within noise", "differs"
 ARITHMETIC = "holds by arithmetic"
@@ -91,14 +91,14 @@ class Verdict:
 
 def judge(rows: pd.DataFrame, folder: str | Path) -> list[Verdict]:
     """Judge each claim in ``folder`` (``paper_results``) from ``rows`` of one hardware, with the columns of `Row` and
-    perhaps ``older``; ValueError for a missing column, and for several machines.
+    perhaps ``older``; ValueError for a missing column, `RowsError` for several machines.
     """
     missing = [name for name in COLUMNS if name not in rows]
     if missing:
         raise ValueError(f"rows miss the columns {', '.join(missing)}; use experiments.measure.records.read_rows")
     machines = sorted(set(rows["hardware"]))
     if len(machines) > 1:
-        raise ValueError(f"rows of {', '.join(machines)} are mixed; judge one hardware at a time")
+        raise RowsError(f"rows of {', '.join(machines)} are mixed in one folder: keep those of one, a folder each")
     court = Judge(rows, folder)
     return [court.verdict(statement) for statement in read_claims(folder)]
 

@@ -10,7 +10,7 @@ from experiments.claims import CLAIMS, VERDICTS, as_frame, claim, judge
 from experiments.claims.bounds import Outcome, outcome_of
 from experiments.claims.judge import scales_of
 from experiments.claims.rows import Rows
-from experiments.measure.records import COLUMNS
+from experiments.measure.records import COLUMNS, RowsError
 
 NO_ROWS_NEEDED = {"C05", "C18", "C35", "C36", "C37", "C44"}
 (
@@ -108,7 +108,7 @@ def test_bad_rows_are_refused(paper_rows):
     with pytest.raises(ValueError, match="miss the columns timer"):
         judge(paper_rows.drop(columns="timer"), PAPER)
     mixed = pd.concat([paper_rows, frame(decode([1, 32]))], ignore_index=True)
-    with pytest.raises(ValueError, match="rows of a100, cpu are mixed"):
+    with pytest.raises(RowsError, match="rows of a100, cpu are mixed"):
         judge(mixed, PAPER)
 
 
