@@ -81,8 +81,10 @@ class LoRABatch:
         self.rows, self.num_rows, self.no_lora = rows, rows.num_rows, rows.no_lora
         self.__dict__.pop("plan", None)
 
-    def check_rows(self, rows: int) -> None:
-        """ValueError unless ``rows`` rows hold all those of the step (or are none); those past them are padding."""
+    def check_rows(self, rows: int, slots: int = 1 << 62) -> None:
+        """ValueError unless ``rows`` rows (or none) and ``slots`` slots hold those of the step; more are padding."""
+        if slots < (self.max_loras or slots + 1) and (highest := int(self.rows.slots.max(initial=-1))) >= slots:
+            raise ValueError(f"the step uses slot {highest}; the weights have slots 0 to {slots - 1}")
         most = self.max_num_tokens
         if rows and (rows < self.num_rows or (most is not None and rows > most)):
             limit = "" if most is None else f" and at most max_num_tokens={most}"

@@ -70,7 +70,7 @@ class MixedRows(NamedTuple):
 class MixedBatch:
     """The mixtures of the current step, of up to ``max_rows`` rows and ``max_loras`` slots (None: no limit).
 
-    ``groups``: numbers of lists in place of slots; ``fan``: k.
+    ``groups``: numbers of lists in place of slots; ``fan``: k; ``highest``: slot.
     """
 
     def __init__(self, max_rows: int, max_loras: int | None, device: torch.device | str) -> None:
@@ -93,7 +93,7 @@ class MixedBatch:
         """Begin a step. Asynchronous on the current stream. ValueError, and no change: as :meth:`check`."""
         self.check(rows)
         self.groups.fill(rows.groups)
-        self._rows, self.fan = rows, rows.lists.shape[1]
+        self._rows, self.fan, self.highest = rows, rows.lists.shape[1], int(rows.lists.max(initial=-1))
         self.__dict__.pop("places", None)
         self._stage()
 

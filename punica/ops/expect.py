@@ -5,18 +5,18 @@ TypeError for types and dtypes, ValueError for shapes, strides, ranges and devic
 devices count: no device is read or written, so an operator that checks first is left undone by bad input.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from punica.checks import check_int
+from punica.checks import check_int, clip
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 WITH_DOUBLE = (*FLOATS, torch.float64)
 FLOAT32 = (torch.float32,)
+MOST_FLOAT32 = torch.finfo(torch.float32).max
 INT32 = (torch.int32,)
 
 Sizes = dict[str, Any]
@@ -118,15 +118,19 @@ def check_keywords(method: str, given: Mapping[str, Any], allowed: Sequence[str]
 
 
 def check_scale(name: str, scale: Any) -> None:
-    """Raise TypeError unless ``scale`` is a Python number, ValueError unless it is finite."""
+    """Raise TypeError unless ``scale`` is a Python number, ValueError unless it is finite in float32."""
     if type(scale) is not float and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
         raise TypeError(f"{name} must be a Python float, got {type(scale).__name__} {scale!r}")
-    if not math.isfinite(scale):
-        raise ValueError(f"{name} is {scale}, must be finite (lora_alpha / rank)")
+    if not abs(scale) <= MOST_FLOAT32:
+        raise ValueError(f"{name} is {clip(scale)}, must be finite in float32 (lora_alpha / rank)")
 
 
 def check_columns(name: str, y: Tensor, offset_name: str, offset: Any, widths: Sequence[int]) -> None:
-    """Raise ValueError unless slices of these widths fit the last dimension of ``y`` from ``offset``, an int, on."""
+    """Raise ValueError unless slices of these widths fit an output from column ``offset``, an int, on, each in memory
+    of its own, which `Tensor.expand` does not give.
+    """
+    if 0 in y.stride() and any([step == 0 and size > 1 for step, size in zip(y.stride(), y.shape, strict=True)]):
+        raise ValueError(f"{name} has strides {y.stride()} for shape {tuple(y.shape)}: rows share memory; clone it")
     end = check_int(offset_name, offset) + sum(widths)
     if offset < 0 or end > y.shape[-1]:
         raise ValueError(f"{offset_name} {offset}: column {end} is outside of {name} with {y.shape[-1]} columns")

@@ -38,7 +38,7 @@ def lora_linear(
     expect("a weight that trains", weights.a.tensors[0], dtype=WITH_DOUBLE)
     sizes = {"K": a.widths[0], "N": sum(b.widths), "of K N": "the LoRA weights"}
     expect("x", x, "T K", dtype=WITH_DOUBLE, device=a.device, sizes=sizes)
-    batch.check_rows(x.shape[0])
+    batch.check_rows(x.shape[0], a.slots)
     if isinstance(scale, Tensor):
         expect("scale", scale, "T", dtype=WITH_DOUBLE, device=a.device, sizes=sizes)
     else:
@@ -48,8 +48,6 @@ def lora_linear(
         if one.requires_grad:
             raise RuntimeError(f"the {name} requires a gradient, and gets none here; freeze it: requires_grad_(False)")
     slots = [slot for slot in batch.rows.present[0].tolist() if slot >= 0]
-    if slots and slots[-1] >= a.slots:
-        raise ValueError(f"the step uses slot {slots[-1]}; the weights have slots 0 to {a.slots - 1}")
     if views is not None and (missing := sorted({*slots} - views.keys())):
         raise ValueError(f"the step uses slot {missing[0]}, of which views have no A and B; give all it uses")
     call = ops, weights, batch, scale, base, batch.rows, None if views is None else slots

@@ -147,6 +147,7 @@ def _slots_of_rows(
     inputs: Tensor, starts: Tensor, lengths: Tensor, slots: Tensor, batches: int, token_nums: int
 ) -> Tensor:
     """Return per-row slots ``[T]`` of segments: slot b ``lengths[b]`` times, -1 for rows from ``token_nums`` on."""
+    expect("inputs", inputs, "T *")
     for name, tensor in (("b_seq_start_loc", starts), ("seq_len_tensor", lengths), ("lora_indices_tensor", slots)):
         expect(name, tensor, "*", dtype=_INTEGERS)
         if tensor.shape[0] < batches:

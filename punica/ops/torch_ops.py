@@ -37,7 +37,7 @@ class TorchOps:
             return
         if a.form.is_fp8:
             check_shrink(STEP, y, x, a.form, x_scale, FLOATS)
-            batch.check_rows(x.shape[0])
+            batch.check_rows(x.shape[0], a.form.stored.slots)
             _shrink_fp8(y, x, a, batch, scale, accumulate, x_scale)
         else:
             _shrink(_cut(y, x, a, batch, 0, x_scale), x, y, scale, accumulate)
@@ -51,7 +51,7 @@ class TorchOps:
             return
         if b.form.is_fp8:
             check_expand(STEP, y, x, b.form, offset_start, x_scale, FLOATS)
-            batch.check_rows(y.shape[0])
+            batch.check_rows(y.shape[0], b.form.stored.slots)
             _expand_fp8(y, x, b, batch, offset_start, add_inputs, x_scale)
         else:
             _expand(_cut(y, x, b, batch, offset_start, x_scale), b.tensors, x, y, offset_start, add_inputs)
@@ -84,7 +84,7 @@ class TorchOps:
 
     def gradient(self, stack: Stack, low: Tensor, x: Tensor, batch: LoRABatch) -> tuple[Tensor, ...]:
         _, parts, gradients = stack.gradients(low, x)
-        batch.check_rows(x.shape[0])
+        batch.check_rows(x.shape[0], stack.form.stored.slots)
         wide = x.to(low.dtype)
         for slot, rows, i, rank, columns in _products(batch, stack) if x.shape[0] else ():
             inputs = wide[rows] if stack.rank_dim == -2 else wide[rows, columns]
@@ -190,8 +190,6 @@ def _real_weight(stack: Stack, i: int, slot: int) -> Tensor:
 def _products(batch: LoRABatch, stack: Stack) -> Iterator[tuple[int, Tensor, int, int, slice]]:
     """Yield slot and rows of each segment with each slice: its number, true rank, and columns among all slices."""
     (slots, counts), stored = batch.rows.present, stack.form.stored
-    if slots.size and slots[-1] >= stored.slots:
-        raise ValueError(f"the step uses slot {slots[-1]}; the weights have slots 0 to {stored.slots - 1}")
     parts = torch.from_numpy(batch.rows.order).to(stored.device).split(counts.tolist())
     for slot, rows in zip(slots.tolist(), parts, strict=True):
         column = 0

@@ -143,6 +143,8 @@ def test_bad_segments_raise(ops, starts, lengths, tokens, match):
         ops.sgmv_shrink(
             ONES(4, 2), ONES(2, 1, 2), out, tensor(starts), tensor(lengths), tensor([0, 1]), 2, 2, tokens, 1.0
         )
+    with pytest.raises(TypeError, match="inputs must be a tensor, got list"):
+        ops.sgmv_shrink([1.0], ONES(2, 1, 2), out, tensor([0]), tensor([4]), tensor([0]), 1, 4, 4, 1.0)
     assert (out == 5).all()
 
 

@@ -142,6 +142,7 @@ BAD_LINEAR = {
     "y one-dimensional": ({"y": torch.zeros(11)}, ValueError, "at least 2 dimensions"),
     "y no view": ({"y": torch.zeros(2, 3, 11).transpose(0, 1), "x": torch.ones(3, 2, 12)}, ValueError, r"\(3, 2, 11\)"),
     "scale": ({"scale": float("nan")}, ValueError, "scale is nan"),
+    "scale beyond float32": ({"scale": 1e39}, ValueError, r"scale is 1e\+39"),
     "slices": ({"output_slices": (5, 6)}, ValueError, r"output_slices is \[5, 6\]"),
     "slices no list": ({"output_slices": 11}, TypeError, "output_slices"),
     "rank": ({"lora_a_stacked": tuple(w[:, :, :3] for w in A)}, ValueError, "add_shrink"),
@@ -176,6 +177,22 @@ def test_bad_arguments_raise_and_write_nothing(method: str, case: str) -> None:
     with pytest.raises(error, match=message):
         getattr(wrapper_for(MIXED), method)(**{"y": y, **call, **change})
     assert not any(part.any() for part in change.get("y", y))
+
+
+def test_weights_without_a_slot_of_the_step_and_outputs_that_overlap_are_refused(backend: type) -> None:
+    """By kernels too, which would read memory of others, or write an element for several rows."""
+    wrapper, x, (a, b) = wrapper_for(MIXED, backend=backend), torch.ones(11, 12), weights(1, 12, 4, [10], torch.float32)
+    few, y = [(one[:3],) for one in (*a, *b)], torch.zeros(11, 10)
+    calls = [
+        lambda: wrapper.add_shrink(torch.zeros(1, 11, 4), x, few[0], 1.0),
+        lambda: wrapper.add_expand(y, torch.ones(1, 11, 4), few[1], (10,)),
+        lambda: wrapper.add_lora_linear(y, x, *few, 1.0, (10,)),
+        lambda: wrapper.add_lora_linear(y[:1].expand(11, 10), x, a, b, 1.0, (10,)),
+    ]
+    for call, message in zip(calls, (*["slot 3.* 0 to 2"] * 3, r"y has strides \(0, 1\)"), strict=True):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert not y.any()
 
 
 @pytest.mark.parametrize(("as_tuple", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])

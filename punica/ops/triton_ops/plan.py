@@ -36,8 +36,8 @@ class Batch(Protocol):
     def tiles(self, height: int) -> tuple[Any, ...]:
         """Return sorted rows, records of tiles of `HEIGHTS[height]` rows, and their number on the device and here."""
 
-    def check_rows(self, rows: int) -> None:
-        """Raise ValueError unless ``rows`` rows hold those of the step."""
+    def check_rows(self, rows: int, slots: int = 1 << 62) -> None:
+        """Raise ValueError unless ``rows`` rows hold those of the step, and ``slots`` slots its adapters."""
 
     def check_tensors(self, rows: int, device: torch.device) -> None:
         """Raise TypeError, ValueError: tensors that kernels on ``device`` cannot read for so many rows."""

@@ -60,7 +60,7 @@ class TritonOps:
             given = {"scaling": scale, "accumulate": accumulate}
             self._trace("lora_shrink", (x, a.tensors, y), batch, a, x_scale, given)
             return
-        key = ("shrink", *_call(x, y, batch, scale), accumulate, _form_of(x_scale), self.options)
+        key = ("shrink", *_call(x, y, batch, a, scale), accumulate, _form_of(x_scale), self.options)
         plan = a.plans.get(key, _UNKNOWN)
         if plan is _UNKNOWN:
             plan = kept(a.plans, key, self._plan_shrink(y, x, a, batch, accumulate, x_scale))
@@ -81,7 +81,7 @@ class TritonOps:
             given = {"offset_start": offset_start, "add_inputs": add_inputs}
             self._trace("lora_expand", (x, b.tensors, y), batch, b, x_scale, given)
             return
-        key = ("expand", *_call(x, y, batch), offset_start, add_inputs, _form_of(x_scale), self.options)
+        key = ("expand", *_call(x, y, batch, b), offset_start, add_inputs, _form_of(x_scale), self.options)
         plan = b.plans.get(key, _UNKNOWN)
         if plan is _UNKNOWN:
             plan = kept(b.plans, key, self._plan_expand(y, x, b, batch, (offset_start, add_inputs), x_scale))
@@ -112,7 +112,7 @@ class TritonOps:
             self._linear_by_parts(y, x, weights, batch, scale, add_inputs, x_scale, beside)
             return
         key = (
-            "linear", *_call(x, y, batch, scale), add_inputs, beside.aside is None, *[_form_of(one) for one in base],
+            "linear", *_call(x, y, batch, a, scale), add_inputs, beside.aside is None, *[_form_of(one) for one in base],
             bool(base) and not base[0].data_ptr() & 15, b.low_bits & 3, self.options,
         )  # fmt: skip
         plan = weights.plans.get(key, _UNKNOWN)
@@ -150,6 +150,8 @@ class TritonOps:
             raise NotImplementedError("mixtures of adapters cannot be traced (torch.compile); run them eagerly")
         expect(STEP.input, x)
         expect(STEP.output, y)
+        if mixed.highest >= (slots := weights.a.form.stored.slots):
+            raise ValueError(f"the step uses slot {mixed.highest}; the weights have slots 0 to {slots - 1}")
         mixed.groups.check_rows(x.shape[0])
         key = ("mix", _form_of(x), _form_of(y), self.options)
         plan = weights.plans.get(key, _UNKNOWN)
@@ -164,7 +166,7 @@ class TritonOps:
     def gradient(self, stack: Stack, low: Tensor, x: Tensor, batch: LoRABatch) -> tuple[Tensor, ...]:
         whole, _, gradients = stack.gradients(low, x)
         expect("x", x, dtype=FLOATS)
-        batch.check_rows(x.shape[0])
+        batch.check_rows(x.shape[0], stack.form.stored.slots)
         batch.check_tensors(x.shape[0], x.device)
         if not batch.no_lora and whole.numel() and x.shape[0]:
             check_runnable(x.device)
@@ -262,13 +264,13 @@ class TritonOps:
 _UNKNOWN: Any = object()
 
 
-def _call(x: Tensor, y: Tensor, batch: Batch, scale: float = 1.0) -> tuple:
-    """Return the forms of the operands and the step, which decide the plan; rows and scale are checked."""
+def _call(x: Tensor, y: Tensor, batch: Batch, stack: Stack, scale: float = 1.0) -> tuple:
+    """Return the forms of the operands and the step, which decide the plan; rows, slots and scale are checked."""
     names = _names(batch)
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         expect(names.input, x, dtype=ACTIVATIONS)
         expect(names.output, y, dtype=WITH_DOUBLE)
-    batch.check_rows(x.shape[-2] if x.ndim > 1 else 0)
+    batch.check_rows(x.shape[-2] if x.ndim > 1 else 0, stack.form.stored.slots)
     check_scale(names.scale, scale)
     return (
         x.shape, x.stride(), x.dtype, x.get_device(), y.shape, y.stride(), y.dtype, y.get_device(),

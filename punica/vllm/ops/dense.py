@@ -170,8 +170,8 @@ class TensorBatch(NamedTuple):
         """Raise RuntimeError: tensors come without lists."""
         raise RuntimeError("a step given by its tensors has no lists of tiles")
 
-    def check_rows(self, rows: int) -> None:
-        """Check nothing: the lengths of the tensors are part of their form."""
+    def check_rows(self, rows: int, slots: int = 1 << 62) -> None:
+        """Check nothing: the lengths of the tensors are part of their form, and slots are on the device."""
 
     def check_tensors(self, rows: int, device: torch.device) -> None:
         """Check dtype, device, strides and lengths, which ``rows`` and the number of counts ask for."""

@@ -145,12 +145,15 @@ def test_refuses_slots_rows_and_fp8_before_anything_changes(device: str) -> None
             MixedBatch(*limits, device).fill(mixed)
     with pytest.raises(ValueError, match="4"):
         OPS["torch"].mix(torch.zeros(2, 8), torch.zeros(2, 16), weights_of(torch.float32, "cpu", 16, (8,), [2]), batch)
+    y, x = (torch.zeros(4, width, dtype=torch.float16, device=device) for width in (8, 16))
+    for name in OPS:
+        with pytest.raises(ValueError, match=r"slot 5.* 0 to 4"):
+            OPS[name].mix(y, x, weights_of(torch.float16, device, 16, (8,), [2] * 5), batch)
     values = [torch.zeros(6, 1, *shape, dtype=torch.float8_e4m3fn, device=device) for shape in ((2, 16), (8, 2))]
     scales = [[torch.ones(6, device=device)] for _ in values]
     fp8 = LoRAWeights.of([values[0]], [values[1]], scales=tuple(scales))
-    y = torch.zeros(4, 8, dtype=torch.float16, device=device)
     with pytest.raises(NotImplementedError, match="float8"):
-        OPS["triton"].mix(y, torch.zeros(4, 16, dtype=torch.float16, device=device), fp8, batch)
+        OPS["triton"].mix(y, x, fp8, batch)
 
 
 @pytest.mark.gpu

@@ -223,6 +223,7 @@ def gapped(tensor):
         (lambda g: {"lora_b": g.lora_b * 2}, ValueError, "slices"),
         (lambda g: {"lora_a": [g.lora_a[0].transpose(2, 3)]}, ValueError, "contiguous"),
         (lambda g: {"output": g.output[..., :30].contiguous()}, ValueError, "output with 30"),
+        (lambda g: {"output": g.output[:1, :1].expand_as(g.output)}, ValueError, "rows share memory"),
         (lambda g: {"rank": 9}, ValueError, "max_lora_rank is 9"),
         (lambda g: {"top_k": 3}, ValueError, "top_k_num is 3"),
         (lambda g: {"switches": {"offset": -1}}, ValueError, "offset -1"),
