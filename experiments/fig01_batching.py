@@ -66,7 +66,8 @@ class Fig01(Experiment):
         def checked() -> model_steps.Invocation:
             figure = cast(BatchingConf, cfg.figure)
             longest = max(fits(figure.seq_lens + figure.prefill_seq_lens, cfg))
-            needed = model_steps.step_tokens(max(figure.batch_sizes), longest)
+            # the check has two requests of 20 tokens
+            needed = max(model_steps.step_tokens(2, 20), model_steps.step_tokens(max(figure.batch_sizes), longest))
             model = model_steps.random_llama(cfg.model, cfg.hardware.device)
             invocation = model_steps.Invocation(model, needed, max(2, *figure.batch_sizes))
             model_steps.check_decode(invocation)

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from fakes import measured
 from tiny import TINY
 
 from experiments.benches import model_steps
 from experiments.benches.model_steps import Invocation, check_decode, random_llama, spans
+from experiments.fig01_batching import EXPERIMENT as FIG01
 from experiments.harness import CheckFailed
 from experiments.harness.experiment import difference
 from experiments.harness.schema import DType
@@ -51,3 +53,8 @@ def test_on_a_gpu_a_decode_step_is_a_graph_that_follows_its_context():
     assert torch.equal(short(), expected)
     launched = invocation.forward(*invocation.begin(spans(3, 1, 17)))
     assert difference(launched, expected) < 2e-2
+
+
+def test_one_short_request_leaves_room_for_the_check(tmp_path):
+    words = ("scale=smoke", "figure.batch_sizes=[1]", "figure.seq_lens=[8]", "figure.prefill_seq_lens=[8]")
+    assert measured(tmp_path, FIG01, *words)[1]
