@@ -105,6 +105,13 @@ def test_a_step_is_the_one_that_was_asked_for_until_the_batch_shrinks(bench):
     assert (alone.batch_size, alone.num_prefill_tokens, alone.num_segments) == (1, 20, 0)
 
 
+def test_decodes_with_a_prefix_cache_are_the_same_steps(bench):
+    cached = EngineSteps.of_llama(TINY, 8, 4, 48, "cpu", prefix_cache=True)
+    for one in (bench, cached, cached):  # twice: what the first left is removed
+        one.begin(shape())
+        assert one.step().statistics.batch_size == 3
+
+
 def test_adapters_that_are_not_applied_are_seen(bench, monkeypatch):
     shapes = [shape(adapters=(0,) * 3), shape()]
     check_adapters_matter(bench, shapes)
