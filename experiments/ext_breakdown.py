@@ -64,7 +64,7 @@ class Breakdown(Experiment):
         figure, settings = cast(BreakdownConf, cfg.figure), {"model": model_settings(cfg.model)}
         batch = max(cfg.scale.model_batch_sizes)
         kinds = [(DECODE, batch, context) for context in figure.contexts]
-        kinds += [(PREFILL, 1, figure.prompt), (MIXED, batch, figure.prompt)]
+        kinds += [(PREFILL, 1, figure.prompt)] + [(MIXED, batch, figure.prompt)] * (batch > 1)
         return [
             Point(kind, system, workload, cfg.model.name, requests, length, rank, settings)
             for system in cfg.system.names

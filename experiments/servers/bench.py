@@ -126,9 +126,8 @@ class Bench:
                 raise CheckFailed(f"{system}: {metric} ({reference}) is {share:.2f}, must be {least} or more")
         shares["same_alone"] = same(together, alone)
         checked = [Reading("checked", len(together), "requests", "count")]
-        if likeliest := found.get("likeliest"):
-            lead = max(lead_of_first(*pair) for pair in zip(likeliest, ours, strict=True))
-            checked.append(Reading("first_token_lead", lead, "log-probability"))
+        if leads := [lead_of_first(*pair) for pair in zip(found.get("likeliest", ()), ours, strict=False)]:
+            checked.append(Reading("first_token_lead", max(leads), "log-probability"))
         return [*checked, *(Reading(metric, share, "share") for metric, share in shares.items())]
 
     @contextmanager

@@ -119,10 +119,8 @@ class Measurement:
         together = self._timed(prompts, adapters, counts)[1]
         alone = [self._timed([p], [a], [new_tokens])[1][0] for p, a in zip(prompts, adapters, strict=True)]
         plain = self._timed(prompts, [0] * len(prompts), counts)[1]
-        found = {"together": together, "alone": alone, "plain": plain}
-        if hasattr(self.engine, "likeliest"):  # a server is asked for texts
-            found["likeliest"] = self.engine.likeliest(prompts, adapters)
-        return found
+        likeliest: Any = getattr(self.engine, "likeliest", lambda *_: [])  # a server is asked for texts
+        return {"together": together, "alone": alone, "plain": plain, "likeliest": likeliest(prompts, adapters)}
 
     def decode(self, context: int, prompts: list[list[int]], cases: Cases, new_tokens: list[int]) -> dict[str, Any]:
         """Time a full batch that decodes, per step: two lengths of the same requests, subtracted. Prefill, and steps in

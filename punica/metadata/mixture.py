@@ -78,8 +78,8 @@ class MixedBatch:
         self.groups = LoRABatch(max_rows, max_rows, device)
         self._buffer: StagedBuffer | None = None
 
-    def check(self, rows: MixedRows) -> None:
-        """ValueError: more rows than the limit, a slot beyond the limit, or lists longer than `MOST_MIXED`."""
+    def check(self, rows: MixedRows) -> int:
+        """Return the highest slot. ValueError: it, the rows, or lists (`MOST_MIXED`) are beyond their limit."""
         fan, highest = rows.lists.shape[1], int(rows.lists.max(initial=-1))
         if fan > MOST_MIXED or (self._max_loras is not None and highest >= self._max_loras):
             raise ValueError(
@@ -88,12 +88,13 @@ class MixedBatch:
             )
         if rows.groups.num_rows > self._max_rows:
             raise ValueError(f"mixtures have {rows.groups.num_rows} rows, more than max_rows={self._max_rows}")
+        return highest
 
     def fill(self, rows: MixedRows) -> None:
         """Begin a step. Asynchronous on the current stream. ValueError, and no change: as :meth:`check`."""
-        self.check(rows)
+        highest = self.check(rows)
         self.groups.fill(rows.groups)
-        self._rows, self.fan, self.highest = rows, rows.lists.shape[1], int(rows.lists.max(initial=-1))
+        self._rows, self.fan, self.highest = rows, rows.lists.shape[1], highest
         self.__dict__.pop("places", None)
         self._stage()
 

@@ -108,7 +108,7 @@ def _cut(y: Tensor, x: Tensor, stack: Stack, batch: LoRABatch, offset: int, x_sc
     if of is not plan or len(cuts) >= _MOST_CUTS:  # both in one assignment: threads may share a stack
         cuts = {}
         stack.cuts = plan, cuts
-    key = (x.shape, x.dtype, x.device, y.shape, y.dtype, y.device, offset, x_scale is None)
+    key = (x.shape, x.dtype, x.device, y.shape, y.stride(), y.dtype, y.device, offset, x_scale is None)
     known = cuts.get(key)
     if known is None or known.ranks != ranks:
         if stack.rank_dim == -2:

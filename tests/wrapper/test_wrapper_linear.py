@@ -183,6 +183,7 @@ def test_weights_without_a_slot_of_the_step_and_outputs_that_overlap_are_refused
     """By kernels too, which would read memory of others, or write an element for several rows."""
     wrapper, x, (a, b) = wrapper_for(MIXED, backend=backend), torch.ones(11, 12), weights(1, 12, 4, [10], torch.float32)
     few, y = [(one[:3],) for one in (*a, *b)], torch.zeros(11, 10)
+    wrapper.add_lora_linear(torch.zeros(11, 10), x, a, b, 1.0, (10,))  # what it keeps is not of an output that overlaps
     calls = [
         lambda: wrapper.add_shrink(torch.zeros(1, 11, 4), x, few[0], 1.0),
         lambda: wrapper.add_expand(y, torch.ones(1, 11, 4), few[1], (10,)),

@@ -139,6 +139,7 @@ class TritonOps:
             interface.check_input(names, x, a)
             interface.check_output(names, y, weights.b.form.stored, 0)
             interface.check_last_stride(names.output, y)
+            _call(x, y, batch, weights.a, scale)
             skinny_gemm(y, x, *beside.base)
         with nullcontext() if beside.aside is None else beside.aside():
             low = interface.low_rank_of(self, x, weights, batch, scale, x_scale)

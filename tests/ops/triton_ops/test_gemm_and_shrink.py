@@ -147,6 +147,9 @@ def test_adapters_in_fp8(w8a8, rank, device, fused) -> None:
     scheme = Scheme(use_fp8_w8a8=w8a8, per_channel_quant=True)
     given: dict[str, Any] = {"lora_a_scale": [scale for _, scale in a], "lora_b_scale": [scale for _, scale in b]}
     given |= {"shrink": scheme, "expand": scheme}
+    with pytest.raises(ValueError, match="scale is 1e"):
+        linear(case.y.fill_(7), case.x, *stored, case.step, 1e39, base=(case.weight, case.bias), **given)
+    assert (case.y == 7).all()
     linear(case.y, case.x, *stored, case.step, 0.5, base=(case.weight, case.bias), **given)
     expected = case.product().to(device, FP16)
     linear(expected, case.x, *stored, case.step, 0.5, **given)
