@@ -205,8 +205,7 @@ def put(engine: Engine, request: Request, generated: int) -> None:
         state.status = RequestStatus.RUNNING
     state.output_token_ids += [(7 * place + 1) % engine.vocab_size for place in range(generated)]
     whole = engine.scheduler.rule.inseparable
-    if engine.blocks.is_shared:
-        engine.blocks.adopt(request.request_id, [], 0)
+    engine.blocks.adopt(request.request_id, [], 0)
     engine.blocks.reserve(request.request_id, request.final_kv_length if whole else state.num_tokens)
     engine.scheduler.running.append(state)
 

@@ -17,8 +17,7 @@ from typing import Any
 
 Cases = dict[str, list[int]]  # popularity -> adapter id of each request; 0 is no adapter
 Scored = list[tuple[int, float]]  # tokens and their log-probabilities
-LIKELIEST = 5
-"""First tokens that `likeliest` lists."""
+LIKELIEST = 5  # first tokens whose log-probabilities are told
 MOST_TRIES = 5
 """Times that two lengths are timed where other work on the machine made the longer one quicker: no step took that."""
 
@@ -46,15 +45,9 @@ class Punica:
         """Continue every prompt by exactly its number of new tokens."""
         return [result.token_ids for result in self._results(prompts, adapters, new_tokens)]
 
-    def scored(self, prompts: list[list[int]], adapters: list[int], new_tokens: list[int]) -> list[Scored]:
-        """Do the same, with the log-probability of each token."""
-        results = self._results(prompts, adapters, new_tokens, logprobs=0)
-        return [[(token, one[token]) for token, one in zip(r.token_ids, r.logprobs, strict=True)] for r in results]
-
-    def likeliest(self, prompts: list[list[int]], adapters: list[int]) -> list[Scored]:
-        """Return the first tokens that are likeliest of each prompt, in one batch."""
-        results = self._results(prompts, adapters, [1] * len(prompts), logprobs=LIKELIEST)
-        return [list(result.logprobs[0].items()) for result in results]
+    def scored(self, *given: list[Any], most: int = 0) -> list[list[Scored]]:
+        """Do the same; return for each token itself, first, and the ``most`` likeliest."""
+        return [[list(one.items()) for one in result.logprobs] for result in self._results(*given, logprobs=most)]
 
     def _results(self, prompts: Any, adapters: list[int], new_tokens: list[int], **asked: Any) -> list[Any]:
         params = [self._params(max_new_tokens=n, ignore_eos=True, **asked) for n in new_tokens]
@@ -90,13 +83,9 @@ class Vllm:
     def generate(self, prompts: list[list[int]], adapters: list[int], new_tokens: list[int]) -> list[list[int]]:
         return [list(answer.token_ids) for answer in self._answers(prompts, adapters, new_tokens)]
 
-    def scored(self, prompts: list[list[int]], adapters: list[int], new_tokens: list[int]) -> list[Scored]:
-        answers = self._answers(prompts, adapters, new_tokens, logprobs=0)
-        return [[(t, one[t].logprob) for t, one in zip(a.token_ids, a.logprobs, strict=True)] for a in answers]
-
-    def likeliest(self, prompts: list[list[int]], adapters: list[int]) -> list[Scored]:
-        answers = self._answers(prompts, adapters, [1] * len(prompts), logprobs=LIKELIEST)
-        return [[(token, one.logprob) for token, one in answer.logprobs[0].items()] for answer in answers]
+    def scored(self, *given: list[Any], most: int = 0) -> list[list[Scored]]:
+        found = [answer.logprobs for answer in self._answers(*given, logprobs=most)]
+        return [[[(token, told.logprob) for token, told in one.items()] for one in answer] for answer in found]
 
     def _answers(self, prompts: Any, adapters: list[int], new_tokens: list[int], **asked: Any) -> list[Any]:
         same = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **asked}
@@ -119,8 +108,9 @@ class Measurement:
         together = self._timed(prompts, adapters, counts)[1]
         alone = [self._timed([p], [a], [new_tokens])[1][0] for p, a in zip(prompts, adapters, strict=True)]
         plain = self._timed(prompts, [0] * len(prompts), counts)[1]
-        likeliest: Any = getattr(self.engine, "likeliest", lambda *_: [])  # a server is asked for texts
-        return {"together": together, "alone": alone, "plain": plain, "likeliest": likeliest(prompts, adapters)}
+        scored: Any = getattr(self.engine, "scored", lambda *_, **__: [])  # a server is asked for texts
+        likeliest = [first for first, in scored(prompts, adapters, [1] * len(prompts), most=LIKELIEST)]
+        return {"together": together, "alone": alone, "plain": plain, "likeliest": likeliest}
 
     def decode(self, context: int, prompts: list[list[int]], cases: Cases, new_tokens: list[int]) -> dict[str, Any]:
         """Time a full batch that decodes, per step: two lengths of the same requests, subtracted. Prefill, and steps in
@@ -167,7 +157,7 @@ class Measurement:
         found = []
         for batch in batches:
             given = [prompts[i] for i in batch], [adapters[i] for i in batch], [new_tokens] * len(batch)
-            found.append(self.engine.scored(*given)[batch.index(1)])
+            found.append([told[0] for told in self.engine.scored(*given)[batch.index(1)]])
         told = {"tokens": [[token for token, _ in one] for one in found], "answers": found}
         return {name: max(map(answers.count, answers)) / len(answers) for name, answers in told.items()}
 

@@ -55,29 +55,34 @@ class AdapterLoader:
         self._certificates: LRUCache[tuple, Certificate] = LRUCache(MOST_BYTES)  # by content
         self._lock = threading.Lock()  # of these
 
-    def check(self, request: LoRARequest) -> tuple[AdapterVersion | None, Certificate]:
-        """Refuse what :meth:`load` would refuse, as far as can be told with the numbers unread; return the version of a
-        folder, and the proof. Warns where outputs may be wrong. Errors name the adapter and its path.
+    def check(self, request: LoRARequest, numbers: bool = False) -> tuple[AdapterVersion | None, Certificate]:
+        """Refuse what :meth:`load` would refuse, without `numbers` as far as can be told with these unread; return the
+        version of a folder, and the proof. Warns where outputs may be wrong. Errors name the adapter and its path.
         """
         with loading(request), request.tensors or AdapterFolder(request.absolute_path, self._most_tensors) as source:
             certificate = self._certificate(request, source)
-            return source.version(), certificate
+            version = self._read(request, source, certificate).version if numbers else source.version()
+            return version, certificate
 
     def load(self, request: LoRARequest) -> LoRAModel:
         """Read, check and pack a request's adapter. No number is read before all shapes are known to fit."""
         with loading(request), request.tensors or AdapterFolder(request.absolute_path, self._most_tensors) as source:
-            certificate = self._certificate(request, source)
-            entries, contents = certificate.entries, certificate.contents
-            numbers = source.numbers(entries, self._dtype, {each.key_b: each.scaling for each in contents})
-            if numbers.finite:
-                certificate = certificate._replace(contents=[each._replace(scaling=1) for each in contents])
-            else:  # as they are, for later steps to tell which is not finite
-                numbers = source.numbers(entries)
-            version = source.version(numbers)
-            lora = self._model(request, certificate, numbers.tensors, "cpu", numbers.finite)
-            lora = self._packer.pack(lora, fits=True)
-            lora.version = version
-            return lora
+            return self._read(request, source, self._certificate(request, source))
+
+    def _read(
+        self, request: LoRARequest, source: AdapterFolder | AdapterTensors, certificate: Certificate
+    ) -> LoRAModel:
+        entries, contents = certificate.entries, certificate.contents
+        numbers = source.numbers(entries, self._dtype, {each.key_b: each.scaling for each in contents})
+        if numbers.finite:
+            certificate = certificate._replace(contents=[each._replace(scaling=1) for each in contents])
+        else:  # as they are, for later steps to tell which is not finite
+            numbers = source.numbers(entries)
+        version = source.version(numbers)
+        lora = self._model(request, certificate, numbers.tensors, "cpu", numbers.finite)
+        lora = self._packer.pack(lora, fits=True)
+        lora.version = version
+        return lora
 
     def common_part(self, version: AdapterVersion | None) -> AdapterVersion | None:
         """Return the part of a version that all ranks have read: not the numbers of experts of other ranks."""

@@ -87,8 +87,8 @@ class LoRAModelManager(AdapterCache):
         self._packer.takes_activated = True
 
     def check_adapter(self, request: LoRARequest, *, numbers: bool = False) -> Certificate:
-        """Refuse a request's folder as :meth:`add_adapter` would, without `numbers` as far as can be told unread; else
-        return the proof. Warns where outputs may be wrong.
+        """Refuse a request's folder as :meth:`add_adapter` would, without `numbers` as far as can be told unread.
+        Return the proof of a legal one. Warns where outputs may be wrong.
 
         Serving calls it when a request arrives, so that a hostile folder costs no time between the steps of others.
         FileNotFoundError, ValueError, TypeError; nothing has changed.
@@ -96,8 +96,7 @@ class LoRAModelManager(AdapterCache):
         if not isinstance(request, LoRARequest):
             raise TypeError(f"request must be a LoRARequest, got {type(request).__name__}")
         with all_ranks_agree() as same:
-            version, certificate = self._loader.check(request)
-            version = self._loader.load(request).version if numbers else version
+            version, certificate = self._loader.check(request, numbers)
             same.append(self._loader.common_part(version))
             if not request.load_inplace:
                 self._check_unchanged(request, version)

@@ -121,7 +121,7 @@ def choose(out_dtype: torch.dtype, x_dtype: torch.dtype, w: Tensor, length: int)
         return (_multiply_one, w[0].t()) if count == 1 else (_multiply_many, w.mT)
     batch = () if count == 1 else (count,)
     dtype = torch.float64 if torch.float64 in (out_dtype, x_dtype, w.dtype) else torch.float32
-    tile = Tile(batch, length, n, k, dtype, out_dtype, x_dtype, w.dtype, w.device, w.stride(-2) >= w.stride(-1))
+    tile = Tile(batch, length, n, k, dtype, out_dtype, x_dtype, w.dtype, w.device, _is_row_major(w))
     if length > (_CONVERT_ROWS if count == 1 else _CONVERT_RUN_ROWS) and _native_applies(out_dtype, w):
         return _convert(tile._replace(dtype=w.dtype)), w if batch else w[0]
     if count == 1:
@@ -134,6 +134,10 @@ def choose(out_dtype: torch.dtype, x_dtype: torch.dtype, w: Tensor, length: int)
         return _in_parts([(i, one) for i in range(count)]), w
     sizes = [(i, min(group, count - i)) for i in range(0, count, group)]
     return _in_parts([(slice(i, i + n), _convert(tile._replace(batch=(n,)))) for i, n in sizes]), w
+
+
+def _is_row_major(w: Tensor) -> bool:
+    return w.stride(-2) >= w.stride(-1)
 
 
 def _native_applies(out_dtype: torch.dtype, w: Tensor) -> bool:
@@ -207,11 +211,11 @@ def _convert_blocks(out: Tensor, x: Tensor, w: Tensor, alpha: float, beta: float
     """Multiply one segment too large for a tile: blocks of columns, each converted once for all blocks of rows."""
     (length, width), inner = out.shape, w.shape[1]
     dtype = torch.float64 if torch.float64 in (out.dtype, x.dtype, w.dtype) else torch.float32
-    rows, row_major = min(length, _TILE_ROWS), w.stride(-2) >= w.stride(-1)
+    rows = min(length, _TILE_ROWS)
     columns = max(1, _TILE // max(1, inner + rows))
     for column in range(0, width, columns):
         block = w[column : column + columns]
-        tile = Tile((), rows, block.shape[0], inner, dtype, out.dtype, x.dtype, w.dtype, w.device, row_major)
+        tile = Tile((), rows, block.shape[0], inner, dtype, out.dtype, x.dtype, w.dtype, w.device, _is_row_major(w))
         whole = _convert(tile)
         _, converted, _, _ = _scratch.operands.get(whole) or _scratch.cut(whole)
         if converted is not None:

@@ -100,8 +100,8 @@ class Fake:
     def generate(self, prompts, adapters, counts):
         now[0] += 1e-4 * max(counts)
         return list(map(generated, prompts, adapters, counts))
-    def scored(self, *given):
-        return [[(token, -1.0) for token in one] for one in self.generate(*given)]
+    def scored(self, *given, most=0):
+        return [[[(token, -1.0)] for token in one] for one in self.generate(*given)]
 
 serve(Fake)
 """

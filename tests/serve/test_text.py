@@ -93,18 +93,20 @@ def test_parts_of_characters_are_named_and_placed_as_by_openai() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "places"),
+    ("run", "shown", "places"),
     [
-        ("€".encode()[:2], [0, 0]), ("€".encode()[:2] + "é".encode(), [0, 0, 2, 3]), ("é€".encode(), [0, 0, 1, 1, 1]),
-        ("é€".encode()[:4], [0, 0, 1, 1]), ("é".encode() + b"\xa9" + "é".encode(), [0, 0, 1, 3, 4]),
+        ("€".encode()[:2], "??", [0, 0]), ("€".encode()[:2] + "é".encode(), "????", [0, 0, 2, 3]),
+        ("é€".encode(), "é€", [0, 0, 1, 1, 1]), ("é€".encode()[:4], "é???", [0, 0, 1, 1]),
+        ("é".encode() + b"\xa9" + "é".encode(), "é????", [0, 0, 1, 3, 4]),
     ],
 )  # fmt: skip
-def test_places_behind_a_lost_character_of_a_byte_fallback(run: bytes, places: list[int]) -> None:
+def test_places_behind_a_lost_character_of_a_byte_fallback(run: bytes, shown: str, places: list[int]) -> None:
     """Whole characters in its run of bytes are lost with it, if they come later."""
     codec = TextCodec(sentencepiece_tokenizer())
     strings = ChoiceStrings(TokenStrings(codec), SamplingParams(), codec.encode("x"))
     tokens = [*(len(WORDS) + byte for byte in run), WORDS["s"], WORDS["▁x"]]
     text, form = text_of(codec, tokens), CompletionForm().logprobs(strings.add([{token: -1.0} for token in tokens]), 1)
+    assert text == shown.replace("?", "\ufffd") + "s x"
     assert form["text_offset"] == [*places, text.index("s"), text.index(" x")]
 
 
