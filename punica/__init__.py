@@ -4,4 +4,4 @@ The library of the paper "Punica: Multi-Tenant LoRA Serving" (Chen et al., MLSys
 public is imported from its package: ``from punica.wrapper import PunicaWrapperCPU``.
 """
 
-__version__ = "1.0.0"
+__version__ = "1.1.0"
