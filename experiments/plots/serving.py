@@ -109,17 +109,18 @@ def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 
 
 def draw_servers(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """Draw a row of axes per panel and context: bars of engines and servers by popularity."""
+    """Draw a row of axes per panel, batch and context: bars of engines and servers by popularity."""
     rows = centre(rows[rows["panel"].isin(["decode", "prompt", "stream"]) & rows["metric"].isin([*SERVED])])
     rows = rows.assign(workload=rows["workload"].replace("", "no adapter"))
-    cells, systems = list(rows.groupby(["panel", "seq_len"], dropna=False)), list(dict.fromkeys(rows["system"]))
+    cells, systems = list(rows.groupby(["panel", "batch_size", "seq_len"], dropna=False)), list(dict.fromkeys(rows["system"]))
     figure, axes = style.grid(max(1, len(cells)), 1, style.PAGE, 1.3 * len(cells) + 1.9, sharex=False)
     for axis, (_key, mine) in zip(axes[:, 0], cells, strict=False):
         for at, cell in placed(mine, mine, systems, systems):
             style.note(axis, short(cell.value), at, bar(axis, at, cell, GROUP / len(systems)), zorder=5)
         axis.margins(y=0.2)
-        context = mine["seq_len"].dropna()
-        axis.set_ylabel(SERVED[mine["metric"].iloc[0]] + "".join(f"\ncontext {size:.0f}" for size in context[:1]))
+        one = mine.iloc[0]
+        size = f"\n{one.batch_size:.0f} at {one.seq_len:.0f}, rank ≤ {one['rank']:.0f}" if one.seq_len > 0 else ""
+        axis.set_ylabel(SERVED[one.metric] + size)
         group_names(axis, mine)
     shown = rows["system"] + (" (" + rows["commit"].str[:8] + ")" if rows["commit"].nunique() > 1 else "")
     engines = "; ".join(dict.fromkeys(shown + ": " + rows["engine"]))
