@@ -27,12 +27,6 @@ LEVELS = {
     "requests (input)": "total_requests", "tokens (follow from the input)": "total_tokens",
     MEAN_ACTIVE: "mean_active_gpus",
 }  # fmt: skip
-WINDOWS = {
-    ("simulated windows", "throughput_error"): ("throughput, all together,", 0.05),
-    ("simulated windows", "largest_throughput_error"): ("throughput, the furthest alone (either way),", None),
-    ("simulated first token", "p99_error"): ("p99 first token", 0.1),
-}
-"""Bounds of recorded rows that nothing writes any more."""
 RULES = {
     CAPACITY: "throughput of full GPUs", "gpu_seconds": "GPU time", "p99_time_to_first_token": "p99 of first tokens",
     FROM_HOST: "loads", FROM_DISK: "loads",
@@ -66,7 +60,7 @@ def predictions(rows: pd.DataFrame, folder: str | Path) -> list[Prediction]:
     if ours.kind != SIMULATED:
         return []
     frame, theirs = chosen.figure("13"), Hour.of(Rows(as_rows(read_figure(folder, "13"))))
-    return [*_stream(frame, folder), *_hour(ours, theirs), *_windows(frame)]
+    return [*_stream(frame, folder), *_hour(ours, theirs)]
 
 
 def _relative(
@@ -138,21 +132,6 @@ def _over_seeds(frame: pd.DataFrame, metric: str) -> str:
 def _correlation(ours: pd.Series, theirs: pd.Series) -> float:
     both = pd.concat([ours, theirs], axis=1, join="inner").to_numpy()
     return correlation(*both.T) if len(both) > 1 else float("nan")
-
-
-def _windows(frame: pd.DataFrame) -> Iterator[Prediction]:
-    """Windows that were not fitted, together and the furthest alone; first tokens under load."""
-    for (panel, metric), (name, within) in WINDOWS.items():
-        chosen = frame[frame["panel"].str.startswith(panel)]
-        for (place, system, model), mine in chosen.groupby(["panel", "system", "model"], sort=False):
-            told = dict(zip(mine["metric"], mine["value"].astype(float), strict=True))
-            if metric not in told:
-                continue
-            ends = [100 * told[key] for end in (LOW, HIGH) if (key := f"{metric}{end}") in told]
-            span = "; {:+.1f} to {:+.1f} %".format(*ends) if len(ends) == 2 else ""
-            where = str(place).removeprefix(f"{panel}, ") if place != panel else "the windows that were not fitted"
-            what = f"{system}, {model}: {name} of {where} (over measured{span})"
-            yield _relative(what, 1 + told[metric], 1.0, within, told.get(f"{metric}_of_a_constant"))
 
 
 def prediction_table(found: list[Prediction]) -> list[str]:

@@ -87,7 +87,7 @@ def draw_hero(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
 def draw_ranks(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """A column per number of ranks: throughput; steps and their collectives."""
     rows, paper = centre(rows), under_our_names(paper)
-    panels = [panel for panel in dict.fromkeys(rows["panel"]) if not panel.endswith("ratios")]
+    panels = list(dict.fromkeys(rows["panel"]))
     figure, axes = style.grid(2, len(panels), style.PAGE, 5.2, sharex=False, sharey=False)
     shown, rates = paper.iloc[:0], rows[rows["metric"] == "throughput"]
     for (above, below), panel in zip(axes.T, panels, strict=True):
@@ -112,7 +112,8 @@ def draw_servers(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     """Draw a row of axes per panel, batch and context: bars of engines and servers by popularity."""
     rows = centre(rows[rows["panel"].isin(["decode", "prompt", "stream"]) & rows["metric"].isin([*SERVED])])
     rows = rows.assign(workload=rows["workload"].replace("", "no adapter"))
-    cells, systems = list(rows.groupby(["panel", "batch_size", "seq_len"], dropna=False)), list(dict.fromkeys(rows["system"]))
+    cells = list(rows.groupby(["panel", "batch_size", "seq_len"], dropna=False))
+    systems = list(dict.fromkeys(rows["system"]))
     figure, axes = style.grid(max(1, len(cells)), 1, style.PAGE, 1.3 * len(cells) + 1.9, sharex=False)
     for axis, (_key, mine) in zip(axes[:, 0], cells, strict=False):
         for at, cell in placed(mine, mine, systems, systems):
