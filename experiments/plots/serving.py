@@ -114,17 +114,17 @@ def draw_servers(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
     rows = rows.assign(workload=rows["workload"].replace("", "no adapter"))
     cells = list(rows.groupby(["panel", "batch_size", "seq_len"], dropna=False))
     systems = list(dict.fromkeys(rows["system"]))
-    figure, axes = style.grid(max(1, len(cells)), 1, style.PAGE, 1.3 * len(cells) + 1.9, sharex=False)
+    figure, axes = style.grid(max(1, len(cells)), 1, style.PAGE, 1.6 * len(cells) + 1.7, sharex=False)
     for axis, (_key, mine) in zip(axes[:, 0], cells, strict=False):
         for at, cell in placed(mine, mine, systems, systems):
             style.note(axis, short(cell.value), at, bar(axis, at, cell, GROUP / len(systems)), zorder=5)
         axis.margins(y=0.2)
         one = mine.iloc[0]
-        size = f"\n{one.batch_size:.0f} at {one.seq_len:.0f}, rank ≤ {one['rank']:.0f}" if one.seq_len > 0 else ""
-        axis.set_ylabel(SERVED[one.metric] + size)
+        if one.seq_len > 0:
+            axis.set_title(f"{one.batch_size:.0f} requests at {one.seq_len:.0f} tokens, rank {one['rank']:.0f} or less")
+        axis.set_ylabel(SERVED[one.metric])
         group_names(axis, mine)
-    shown = rows["system"] + (" (" + rows["commit"].str[:8] + ")" if rows["commit"].nunique() > 1 else "")
-    engines = "; ".join(dict.fromkeys(shown + ": " + rows["engine"]))
+    engines = "; ".join(dict.fromkeys(rows["system"] + ": " + rows["engine"]))
     style.finish(figure, f"Engines and servers. {measured(rows)} {engines}.", style.patches(systems), 4)
     return figure
 
