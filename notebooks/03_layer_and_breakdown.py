@@ -90,7 +90,7 @@ display(*MACHINES.table(FIG10, distinct_over_identical))
 # Whole steps of the engine, from scheduling to tokens: decodes, a prompt alone, and the paper's mixed step, a prompt
 # that joins 31 decodes. Each runs without adapters, with one for all requests, and with one for every request. On a GPU
 # a profiler sees the kernels, and every instant counts once: LoRA's shrink runs beside the base product and is counted
-# only where it runs alone. On a CPU both LoRA products are one call.
+# only where it runs alone. On a CPU the parts are scheduling, metadata and the rest.
 
 # %%
 display(*MACHINES.figure(BREAKDOWN))

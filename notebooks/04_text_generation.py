@@ -98,7 +98,7 @@ display(*MACHINES.table(FIG11, index_rule))
 # Requests arrive as a Poisson process, whatever the system does. Every system is loaded up to its own capacity and a
 # little beyond, so that its knee shows. Where the best baseline saturates, Punica has most of its capacity left: the
 # p99 of its time to first token is to stay below five decode steps and the step of a prompt (`bound`). A p99 is of at
-# least 100 requests; most points of the CPU have fewer, so p95 and the longest are given instead.
+# least 100 requests; all points of the CPU have fewer, so p95 and the longest are given instead.
 
 # %%
 display(*MACHINES.figure(LOAD))

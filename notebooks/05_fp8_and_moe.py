@@ -135,8 +135,8 @@ display(as_markdown(experts[["panel", "alignment", "w13", "w2", "sum, delta"]]))
 display(Markdown("Ratios to the public kernels: [operator tables](../results/h200/operator_tables.md)."))
 
 # %% [markdown]
-# A layer, a model and a step of the engine of either kind (on a CPU an eighth as wide): what the adapters add, by
-# popularity. Layers are timed by the best clock of the machine, models and steps of the engine by the host's.
+# A layer and a step of the engine of either kind (on a CPU an eighth as wide): what the adapters add, by
+# popularity. Layers are timed by the best clock of the machine, steps of the engine by the host's.
 # FP8 adapters have a backbone of their own, measured in the same run.
 
 # %%
