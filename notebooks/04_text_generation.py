@@ -54,18 +54,13 @@ display(*MACHINES.figure(FIG11))
 
 # %%
 def speed_up(rows: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
-    """Punica over the best system that batches one adapter at a time, and over PEFT's mixed batches; `runs`: the first
-    ratio in each of the repeats, from the least to the largest.
-    """
-    cells = rows[(rows["metric"] == "throughput") & ~rows["panel"].str.endswith("ratios")]
+    """Punica over the best system that batches one adapter at a time, and over PEFT's mixed batches."""
+    cells = rows[rows["metric"] == "throughput"]
     cells = cells.pivot_table(index=["model", "workload"], columns="system", values="value", sort=False)
     found = pd.DataFrame({"punica (token/s)": cells["punica"]})
     others = cells.reindex(columns=baselines())
     found["best baseline"] = others.idxmax(axis=1).map(name_of)
     found["punica / best baseline"] = cells["punica"] / others.max(axis=1)
-    ratios = rows[rows["metric"] == "speedup_over_best_baseline"].set_index(["model", "workload"])
-    if not ratios.empty and {"lowest", "highest"} <= set(ratios.columns):
-        found["runs"] = ratios["lowest"].map("{:.3g}".format) + " to " + ratios["highest"].map("{:.3g}".format)
     if "hf_peft_mixed" in cells:
         found["punica / PEFT mixed"] = cells["punica"] / cells["hf_peft_mixed"]
     return found.reset_index()

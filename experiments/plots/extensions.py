@@ -20,7 +20,6 @@ Lines = Mapping[str, pd.Series]
 EXPERTS = (
     ("latency", "w13 and w2", "alignment", "w13 and w2\nLoRA (µs)"),
     ("layer_latency", "layer", "backbone layer", "layer (µs)"),
-    ("throughput", "model", "backbone model", "decode\n(token/s)"),
     ("step_latency", "engine", "backbone engine", "engine\nstep (ms)"),
 )
 """Metric, system, reference system, and label of each row of axes of `draw_moe`."""

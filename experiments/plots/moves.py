@@ -15,8 +15,8 @@ from experiments.plots.overlay import curve
 
 PAPER_RANK = 16  # of D03; the text names none
 NAMES = {
-    "punica": "punica", "punica fp8": "punica, FP8 slots", "per_tensor": "set_lora per layer, pinned",
-    "pageable": "set_lora per layer, pageable", "link": "link: one plain copy",
+    "punica": "punica", "per_tensor": "set_lora per layer, pinned", "pageable": "set_lora per layer, pageable",
+    "link": "link: one plain copy",
 }  # fmt: skip
 """Systems that load in words; the link is a roof, not a system."""
 PAPER = {**style.paper_style("punica"), "linestyle": "", "markersize": 5, "label": "paper's text, A100"}

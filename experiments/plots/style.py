@@ -59,7 +59,7 @@ _GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("SGMV",), ("Loop",), ("Gather-BMM",), ("BMM",), ("Gather",), ("backbone X@W",), ("grouped_mm", "SGMV expand")),
     tuple((name,) for name in WORKLOADS.names()),
     (("len 128",), ("len 512",), ("len 1024",), ("len 1536",), ("len 2048",)),
-    (("fused",), ("unfused", "FP8 w8a8", "pageable"), ("batch invariant", "FP8 e5m2", "punica fp8"),
+    (("fused",), ("unfused", "FP8 w8a8", "pageable"), ("batch invariant", "FP8 e5m2"),
      ("FP8 e4m3", "per_tensor"), ("vllm",), (), ("vllm_dual_stream",), ("vllm_as_shipped",), ("vllm_punica",)),
 )  # fmt: skip
 _COLOURS = ((0, 3, 1, 2, 4, 5, 9), range(10), range(10), (0, 3, 2, 1, 4, 9, 7, 8, 5))
