@@ -50,7 +50,7 @@ def draw_fp8(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
 
 
 def draw_moe(rows: pd.DataFrame, _: pd.DataFrame) -> Figure:
-    """Per model, by popularity: both LoRA products, layer, throughput, engine's step; slots share a column."""
+    """Per model, by popularity: both LoRA products, layer, engine's step; slots share a column."""
     found = rows["panel"].str.extract(r"^(.+), (\d+) slots$")
     slots, batches = found[1].notna(), rows["batch_size"].fillna(0).astype(int).astype(str)
     names = rows["panel"].mask(slots, found[0] + ", batch " + batches + SLOTS)

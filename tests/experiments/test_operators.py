@@ -1,6 +1,7 @@
 """The timed operators compute the same thing, a wrong one is not timed; the faster of torch's products is used."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -48,6 +49,22 @@ def test_sgmv_of_the_figures_is_the_call_of_a_layer(tmp_path, monkeypatch, name)
     call()
     assert len(seen) == 2, "once for the check, once for the clock"
     assert set(seen) == set(of_layers) == {(PunicaWrapperCPU, True, True, True)}
+
+
+def test_a_round_of_the_host_clock_begins_with_a_call_of_no_point(tmp_path, monkeypatch):
+    """It comes behind emptied caches, has memory of its own, and no reading."""
+    called, prepared = [], []
+
+    def calls(self, cfg, point):
+        prepared.append(point)
+        return [partial(called.append, len(prepared))]
+
+    monkeypatch.setattr(type(FIG08), "calls", calls)
+    cfg = settled(tmp_path, FIG08)
+    points = FIG08.points(cfg)[:3]
+    assert all(FIG08.measure_together(cfg, points))
+    assert prepared == [*points, points[0]]
+    assert called[-8:] == [4, 1, 2, 3] * 2
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
