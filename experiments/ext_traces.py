@@ -3,7 +3,7 @@
 Claim: none of the paper's, whose requests arrive as a Poisson process of all tenants. Workload `Trace` has arrivals,
 lengths and tenants of `workload.path`: the sample from ServeGen's clients, or a file of Azure, BurstGPT or Mooncake.
 Others have its lengths in random order, as many adapters, and Poisson arrivals at the same mean rate. Expected shape:
-equal throughput below capacity; later first tokens, above all the last ones, in bursts. On a CPU they came earlier.
+equal throughput below capacity; later first tokens, above all the last ones, in bursts.
 
 Loads are parts of the capacity under the first workload. Rows are those of `ext_latency_under_load`. Cost at
 scale=laptop: about 30 seconds on two cores, 1 GB.

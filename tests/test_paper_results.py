@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from experiments.facts.paper import FIGURE_FILES, SOURCES, as_rows, read_claims, read_figure
-from experiments.measure.records import COLUMNS
+from experiments.measure.records import COLUMNS, RowsError
 from experiments.workload import PAPER_WORKLOADS, popularity, released_lengths
 
 PAPER = Path(__file__).parents[1] / "paper_results"
@@ -87,7 +87,7 @@ def test_rows_have_our_columns_and_names():
 
 
 def test_missing_file_and_figure_say_what_to_do(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"fig01.*git checkout"):
+    with pytest.raises(RowsError, match=r"fig01.*git checkout"):
         read_figure(tmp_path, "1")
     with pytest.raises(ValueError, match="figure '2'; known: 1, 7, 8"):
         read_figure(PAPER, "2")

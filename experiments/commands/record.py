@@ -1,8 +1,7 @@
 """Promote this machine's fresh rows to recorded ones: `outputs/<hardware>/rows` -> `results/<hardware>`, figures too.
 
 What readers without the hardware see must be repeatable: refused are rows of scale=smoke, rows of uncommitted code,
-unless `allow_dirty=true`, and rows whose source hash is not that of the commit they name. Where a `-dirty` tree has
-that hash, what differs reached no row: they are of the commit.
+unless `allow_dirty=true`, and rows whose source hash is not that of the commit they name.
 
 Fresh rows replace recorded ones of the same points. Recorded points that the fresh set lacks (of another `runtime=`,
 `timer=` or `system=`) stay until their rows are deleted by hand, and the command says how many. The `.json` beside
@@ -19,7 +18,6 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,7 +46,7 @@ def record(cfg: DictConfig) -> int:
         source, target = places.fresh_rows / f"{experiment.name}.csv", places.recorded_rows / f"{experiment.name}.csv"
         if not source.exists():
             return []
-        rows = of_commits(read_rows(source), experiment.name, source_hash)
+        rows = read_rows(source)
         refuse(rows, cfg.allow_dirty)
         refuse_other_sources(rows, experiment.name, source_hash)
         promote(target, rows)
@@ -98,17 +96,6 @@ def source_hashes(repository: Path = ROOT) -> Iterator[SourceHash]:
             return fingerprint(path, tree(commit)) if path.exists() else ""
 
         yield source_hash
-
-
-def of_commits(rows: Sequence[Row], script: str, source_hash: SourceHash) -> list[Row]:
-    """Take `-dirty` off the commits of rows of ``script`` whose source hash is that commit's."""
-
-    def named(row: Row) -> Row:
-        commit = row.commit.removesuffix("-dirty")
-        is_its = row.source_hash and row.source_hash == source_hash(commit, script)
-        return replace(row, commit=commit) if is_its else row
-
-    return [named(row) if is_uncommitted(row.commit) else row for row in rows]
 
 
 def refuse(rows: Sequence[Row], allow_dirty: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.facts.systems import by_paper_name
-from experiments.measure.records import COLUMNS, TIMERS
+from experiments.measure.records import COLUMNS, TIMERS, RowsError
 
 FIGURE_FILES = {
     "1": "fig01_prefill_decode_latency.csv",
@@ -46,10 +46,10 @@ class Statement:
 
 
 def paper_file(folder: str | Path, name: str) -> Path:
-    """Path of a file of ``paper_results/``; FileNotFoundError names it and the remedy."""
+    """Path of a file of ``paper_results/``; RowsError names it and the remedy."""
     path = Path(folder) / name
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: pass the folder paper_results, or restore it with git checkout")
+        raise RowsError(f"{path} is missing: pass the folder paper_results, or restore it with git checkout")
     return path
 
 

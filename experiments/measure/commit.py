@@ -1,7 +1,7 @@
 """Commit of the source tree: from git, or in a copy from the file that its sender wrote. `python -m
 experiments.measure.commit` writes `.commit.json` (git ignores it) into a clean checkout: the commit, and the hash of
-all sources. A copy that carries the file, without a clean history of its own, is of that commit as long as its sources
-have that hash, and `-dirty` from then on.
+all sources. A tree that carries the file, but for a clean checkout, is of that commit as long as its sources have that
+hash, and `-dirty` from then on.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def commit(root: Path = ROOT) -> str:
                 "write it again where the tree was sent from, with python -m experiments.measure.commit, or delete it"
             )
             raise RowsError(f"{stamp} is damaged ({type(error).__name__}: {error}): {again}") from None
-    if sent not in ("", revision) and tree_hash(root) == sources:  # a copy, with the history of an older commit if any
+    if sent and tree_hash(root) == sources:  # a copy, which may lack files that are no sources, with any history
         return sent
     return f"{revision or sent}-dirty" if revision or sent else UNKNOWN
 

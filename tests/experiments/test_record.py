@@ -9,7 +9,7 @@ import pytest
 from fakes import BASE, PAPER, composed, git
 
 from experiments.commands import record_all
-from experiments.commands.record import of_commits, promote, refuse, refuse_other_sources, source_hashes
+from experiments.commands.record import promote, refuse, refuse_other_sources, source_hashes
 from experiments.commands.record_all import Options, left
 from experiments.commands.rows import faults
 from experiments.harness.catalogue import RecordedSet, experiments, sets_of
@@ -70,16 +70,6 @@ def test_rows_are_taken_if_their_sources_are_those_of_their_commits(repository):
         for commit, script in (("0123456789ab", "fig08"), (first, "fig99")):
             with pytest.raises(RowsError, match=f"commit {commit} is not in this repository with that script"):
                 refuse_other_sources([a_row(commit=commit, source_hash="a")], script, source_hash)
-
-
-def test_rows_of_a_dirty_tree_with_the_sources_of_its_commit_are_of_that_commit(repository):
-    (first, ours), (_, theirs) = repository[1].items()
-    dirty = f"{first}-dirty"
-    named = [(dirty, ours), (dirty, theirs), (dirty, ""), ("unknown", ours), ("", ours)]
-    rows = [a_row(commit=commit, source_hash=source) for commit, source in named]
-    with source_hashes(repository[0]) as source_hash:
-        found = of_commits(rows, "fig08", source_hash)
-    assert found == [replace(rows[0], commit=first), *rows[1:]]
 
 
 def test_fresh_points_replace_recorded_ones_and_others_stay(tmp_path, capsys):

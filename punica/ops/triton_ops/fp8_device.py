@@ -21,8 +21,13 @@ from punica.ops.triton_ops.device import pick, read_shrunk
 from punica.ops.triton_ops.launch import INTERPRETED, IS_ROCM
 from punica.ops.weights import Form
 
-TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-"""Compute dtype of products, as kernels name it."""
+TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+"""Name of the compute dtype of products: hooks of Triton write constants as JSON, which has no dtypes."""
+
+
+@triton.constexpr_function
+def dtype_named(name):
+    return tl.dtype(name)
 
 
 def fp8_format(dtype: torch.dtype) -> int:

@@ -16,20 +16,20 @@ With PDL expand starts while shrink runs. B, and the old y where it fits the reg
 writer of y has ended by then, since shrink launches expand after its own wait.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from punica.ops.triton_ops import device, moe_tiles
-from punica.ops.triton_ops.fp8_device import Quant, channel_scales, real_rows, real_weights
+from punica.ops.triton_ops.fp8_device import Quant, channel_scales, dtype_named, real_rows, real_weights
 
 
 class PairShape(NamedTuple):
     """Operands and options of a product: a constexpr of its kernel. A_s [slots, experts, rank, k], B_s [.., n, rank].
 
-    dtype: of products. first_rank: the adapter's rank with which A begins (sharded). factor: pairs per row of x.
-    offset: first column of y. weighted: products are multiplied with routing weights. add: to y, else it is
+    dtype: name of that of products. first_rank: the adapter's rank with which A begins (sharded). factor: pairs per row
+    of x. offset: first column of y. weighted: products are multiplied with routing weights. add: to y, else it is
     overwritten. vector: ranks that one load takes.
     """
 
@@ -37,7 +37,7 @@ class PairShape(NamedTuple):
     rank: int
     slices: int
     has_ranks: bool
-    dtype: Any
+    dtype: str
     quant: Quant
     k: int = 0
     first_rank: int = 0
@@ -123,7 +123,7 @@ def _shrink_tile(
     x_ptr, out_ptr = tensors
     slice_id, index, pid_k, first_r = place
     stride_xt, stride_xk = strides
-    DTYPE: tl.constexpr = SHAPE.dtype
+    DTYPE: tl.constexpr = dtype_named(SHAPE.dtype)
     BLOCK_M: tl.constexpr = SHAPE.pairs.block_m
     BLOCK_R: tl.constexpr = TILE.block_r
     BLOCK_K: tl.constexpr = TILE.block_n
@@ -254,6 +254,7 @@ def _sum_of_rank_blocks(found, operands, place, rank, partial, acc, SHAPE: tl.co
     """acc + h @ B^T of a tile and one block of columns, [BLOCK_M, BLOCK_N], over blocks of the true rank."""
     h_ptrs, b_ptrs, offs_n, valid, mask_n = found
     slice_id, index, _ = place
+    DTYPE: tl.constexpr = dtype_named(SHAPE.dtype)
     BLOCK_R: tl.constexpr = TILE.block_r
     offs_r = tl.arange(0, BLOCK_R)
     read = moe_tiles.ranks_read(rank, SHAPE)
@@ -264,8 +265,8 @@ def _sum_of_rank_blocks(found, operands, place, rank, partial, acc, SHAPE: tl.co
         mask_b = lanes[:, None] & mask_n[None, :]
         b = tl.load(b_ptrs + first_r, mask=mask_b, other=0.0)  # [BLOCK_R, BLOCK_N]
         ranks = (offs_r + first_r)[:, None]
-        b = real_weights(b, operands, slice_id, index, offs_n[None, :], ranks, mask_b, SHAPE, SHAPE.dtype)
-        acc = device.dot_of_shrunk(h, moe_tiles.live(b, offs_r[:, None], left, SHAPE), acc, SHAPE.dtype)
+        b = real_weights(b, operands, slice_id, index, offs_n[None, :], ranks, mask_b, SHAPE, DTYPE)
+        acc = device.dot_of_shrunk(h, moe_tiles.live(b, offs_r[:, None], left, SHAPE), acc, DTYPE)
     return acc
 
 
@@ -278,7 +279,7 @@ def _expand_tile(
     """
     h_ptr, y_ptr, weights_ptr = tensors
     slice_id, index, first_n = place
-    DTYPE: tl.constexpr = SHAPE.dtype
+    DTYPE: tl.constexpr = dtype_named(SHAPE.dtype)
     BLOCK_M: tl.constexpr = SHAPE.pairs.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_R: tl.constexpr = TILE.block_r

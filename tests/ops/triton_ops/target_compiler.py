@@ -90,6 +90,7 @@ class Compilations:
         self.records: list[Record] = []
         self._compile, self._known = JITFunction.warmup, {}
         triton.knobs.nvidia.dump_ptxas_log = True
+        triton.knobs.runtime.jit_post_compile_hook = lambda **_: None  # as vLLM's: constants are written as JSON
         JITFunction.warmup = lambda kernel, *arguments, **options: self._note(kernel, arguments, options)
 
     def _note(self, kernel: JITFunction, arguments: tuple, options: dict[str, Any]) -> None:
