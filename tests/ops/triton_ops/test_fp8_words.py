@@ -14,7 +14,7 @@ from triton_batches import EXPANDS, SHRINKS, assert_close, linear
 
 from punica.ops.scales import PER_CHANNEL
 from punica.ops.triton_ops import Options
-from punica.ops.triton_ops.fp8_device import TYPES, as_operand, fp8_format, upcast
+from punica.ops.triton_ops.fp8_device import TYPES, as_operand, dtype_named, fp8_format, upcast
 from punica.ops.triton_ops.fp8_words import upcast_words
 from punica.ops.triton_ops.launch import INTERPRETED
 from punica.ops.triton_ops.schedules import Schedule
@@ -38,7 +38,7 @@ def test_every_code(fp8, wide, as_bytes, device):
     codes = torch.arange(256, dtype=torch.uint8).view(fp8)
     stored, found = codes.to(device), torch.empty(256, dtype=wide, device=device)
     operand = stored.view(torch.uint8) if as_bytes else as_operand(stored)
-    _widen[(1,)](operand, found, fp8_format(fp8), TYPES[wide], 256)
+    _widen[(1,)](operand, found, fp8_format(fp8), dtype_named(TYPES[wide]), 256)
     expected = codes.float()
     assert torch.equal(found.cpu().isnan(), expected.isnan())
     finite = ~expected.isnan()
