@@ -61,6 +61,18 @@ def test_a_copy_with_the_history_of_an_older_commit_has_that_of_its_stamp(checko
     assert of(older) == git(checkout, "rev-parse", "--short=12", "HEAD~1") + "-dirty"
 
 
+def test_a_copy_with_the_history_of_its_commit_may_lack_what_is_no_source(checkout):
+    (checkout / "results.csv").write_text("rows")
+    git(checkout, "add", "-A")
+    git(checkout, "commit", "-qm", "two")
+    write_stamp(checkout)
+    head = of(checkout)
+    (checkout / "results.csv").unlink()
+    assert of(checkout) == head
+    (checkout / "punica" / "a.py").write_text("A = 2\n")
+    assert of(checkout) == f"{head}-dirty"
+
+
 def test_a_copy_without_stamp_is_of_no_commit_even_inside_another_checkout(checkout):
     inside = checkout / "copies" / "one"
     shutil.copytree(checkout / "punica", inside / "punica")
